@@ -1,0 +1,326 @@
+"""Block-scaling quantizers.
+
+A quantized value is ``code * scale``: the scale is a *de*scale, as in FlashAttention's ``descale`` arguments. How many
+values share one scale is the granularity:
+
+=============  ==================  ====================================================================
+granularity    scale's shape       values that share one scale, for a tensor (..., S, D)
+=============  ==================  ====================================================================
+``tensor``     (1, ..., 1, 1)      all of them
+``head``       (..., 1, 1)         the last two axes
+``block:n``    (..., ceil(S/n), 1) n consecutive tokens; ``block`` is ``block:128``; the last may be short
+``token``      (..., S, 1)         one token
+``channel``    (..., 1, D)         one channel
+=============  ==================  ====================================================================
+
+FP8 is a floating format: within its range a finer granularity buys no accuracy by itself (power-of-two scales change
+nothing but underflow). What it buys is range, and with FP32 scales the exactness of every group's largest value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fp8attn.files import whole_file
+from fp8attn.formats import Format, get_format
+
+__all__ = ["ClipCounts", "Granularity", "QuantizationWarning", "QuantizedTensor", "quantize_tensor"]
+
+_TINY = torch.finfo(torch.float32).tiny
+_SCALE_MODES = ("fp32", "pow2")
+
+
+class QuantizationWarning(UserWarning):
+    """A static scale does not fit the values it was used on."""
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Which values share a scale; see the module's table.
+
+    >>> Granularity.parse("block:64")
+    Granularity(kind='block', size=64)
+    >>> str(Granularity.parse("block"))
+    'block:128'
+    """
+
+    kind: str
+    size: int = 1
+
+    KINDS = ("tensor", "head", "block", "token", "channel")
+
+    @classmethod
+    def parse(cls, text: str | Granularity) -> Granularity:
+        if isinstance(text, Granularity):
+            return text
+        if text in cls.KINDS:
+            return cls(text, 128 if text == "block" else 1)
+        found = re.fullmatch(r"block:([1-9]\d*)", text) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError(f"unknown granularity {text!r}; accepted: {', '.join(cls.KINDS)}, block:<tokens>")
+        return cls("block", int(found[1]))
+
+    def __str__(self) -> str:
+        return f"block:{self.size}" if self.kind == "block" else self.kind
+
+    def scale_shape(self, shape: torch.Size) -> torch.Size:
+        """Shape of the scale of a tensor of ``shape`` (..., S, D)."""
+        *lead, tokens, channels = shape
+        tail = {
+            "tensor": (1, 1),
+            "head": (1, 1),
+            "block": (-(-tokens // self.size), 1),
+            "token": (tokens, 1),
+            "channel": (1, channels),
+        }[self.kind]
+        return torch.Size([*([1] * len(lead) if self.kind == "tensor" else lead), *tail])
+
+    def amax(self, magnitudes: torch.Tensor) -> torch.Tensor:
+        """Largest value of each group of ``magnitudes`` (..., S, D), in the scale's shape; 0 for an empty group."""
+        shape = self.scale_shape(magnitudes.shape)
+        if magnitudes.numel() == 0:
+            return magnitudes.new_zeros(shape)
+        if self.kind == "channel":
+            return magnitudes.amax(dim=-2, keepdim=True)
+        per_token = magnitudes.amax(dim=-1, keepdim=True)
+        if self.kind == "token":
+            return per_token
+        if self.kind == "block":
+            short = -per_token.shape[-2] % self.size
+            padded = torch.nn.functional.pad(per_token, (0, 0, 0, short))
+            return padded.unflatten(-2, (-1, self.size)).amax(dim=-2)
+        return per_token.amax(dim=-2, keepdim=True) if self.kind == "head" else per_token.amax().reshape(shape)
+
+    def expand(self, scale: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The scale with one row a token where rows differ, so that it broadcasts against (..., S, D)."""
+        if self.kind == "block":
+            return scale.repeat_interleave(self.size, dim=-2)[..., :tokens, :]
+        return scale
+
+
+@dataclass(frozen=True)
+class ClipCounts:
+    """What a static scale did to ``total`` values: how many it clipped to the format's largest, how many became 0."""
+
+    saturated: int
+    underflowed: int
+    total: int
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Codes with their scales; the value is ``code * scale``.
+
+    Attributes:
+        codes: (..., S, D) in the format's dtype.
+        scale: FP32, finite and positive, in the shape of the module's table.
+        format: what the codes mean.
+        granularity: which codes share a scale.
+        clipped: (saturated, underflowed) counts, int64 of shape (2,), when the scale was static; else None.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    format: Format
+    granularity: Granularity
+    clipped: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def expanded_scale(self) -> torch.Tensor:
+        """The scale, broadcastable against the codes."""
+        return self.granularity.expand(self.scale, self.codes.shape[-2])
+
+    def dequantize(self) -> torch.Tensor:
+        """FP32 values, shape (..., S, D).
+
+        >>> x = torch.randn(2, 300, 64)
+        >>> quantized = quantize_tensor(x, "e4m3", "block")
+        >>> bool(((quantized.dequantize() - x).abs() <= x.abs() / 16 + quantized.expanded_scale() * 2**-10).all())
+        True
+        """
+        return self.format.decode(self.codes) * self.expanded_scale()
+
+    def clip_counts(self) -> ClipCounts | None:
+        """What a static scale did (waits for a GPU); None for a dynamic scale, which clips nothing finite."""
+        if self.clipped is None:
+            return None
+        saturated, underflowed = self.clipped.tolist()
+        return ClipCounts(saturated, underflowed, self.codes.numel())
+
+    def to(self, device: torch.device | str) -> QuantizedTensor:
+        clipped = None if self.clipped is None else self.clipped.to(device)
+        return QuantizedTensor(self.codes.to(device), self.scale.to(device), self.format, self.granularity, clipped)
+
+    def to_tensors(self, prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors and metadata for a safetensors file; ``from_tensors`` is the way back."""
+        tensors = {f"{prefix}codes": self.codes.contiguous(), f"{prefix}scale": self.scale.contiguous()}
+        if self.clipped is not None:
+            tensors[f"{prefix}clipped"] = self.clipped
+        return tensors, {f"{prefix}format": self.format.name, f"{prefix}granularity": str(self.granularity)}
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], prefix: str = ""
+    ) -> QuantizedTensor:
+        """Checks dtypes, shapes and that every scale is finite and positive; ``ValueError`` says what is wrong."""
+        for name, where in (("codes", tensors), ("scale", tensors), ("format", metadata), ("granularity", metadata)):
+            if prefix + name not in where:
+                raise ValueError(f"no {prefix + name!r} in {sorted(where)}")
+        fmt = get_format(metadata[f"{prefix}format"])
+        granularity = Granularity.parse(metadata[f"{prefix}granularity"])
+        codes, scale = tensors[f"{prefix}codes"], tensors[f"{prefix}scale"]
+        if codes.dtype != fmt.dtype:
+            raise ValueError(f"{prefix}codes have dtype {codes.dtype}, format {fmt.name} has {fmt.dtype}")
+        if codes.dim() < 2:
+            raise ValueError(f"{prefix}codes must have at least 2 dimensions (..., S, D), got {tuple(codes.shape)}")
+        _check_scale(scale, granularity.scale_shape(codes.shape), name=f"{prefix}scale")
+        return cls(codes, scale, fmt, granularity, tensors.get(f"{prefix}clipped"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, whole or not at all."""
+        save_tensors(path, *self.to_tensors(), kind="quantized-tensor")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
+        """Read what ``save`` wrote; ``ValueError`` for anything else."""
+        return cls.from_tensors(*load_tensors(path, kind="quantized-tensor"))
+
+
+def quantize_tensor(
+    x: torch.Tensor,
+    format: str | Format = "e4m3",
+    granularity: str | Granularity = "tensor",
+    *,
+    scale: torch.Tensor | float | None = None,
+    scale_mode: str = "fp32",
+) -> QuantizedTensor:
+    """Quantize a floating tensor of shape (..., S, D): ``codes = saturate(round(x / scale))``.
+
+    The dynamic scale (``scale=None``) is the group's largest finite magnitude over the format's largest value, at least
+    the smallest normal FP32, and 1 for a group without a finite non-zero value: it is finite and positive whatever the
+    input. ``scale_mode="pow2"`` rounds it up to a power of two. NaN stays NaN; infinity saturates and does not count
+    for the scale. The 16-bit formats are not scaled.
+
+    A static ``scale`` (a number, or a tensor of the granularity's scale shape) clips what does not fit: the counts
+    stay with the result (``clip_counts``), and on a CPU a ``QuantizationWarning`` tells when a value was clipped or
+    more than 1% of the non-zero ones became 0.
+
+    >>> quantize_tensor(torch.tensor([[1.0, -3.5]]), "e4m3", "tensor").scale
+    tensor([[0.0078]])
+
+    Raises:
+        TypeError: ``x`` is not a floating tensor.
+        ValueError: fewer than 2 dimensions, an unknown format, granularity or scale mode, a static scale that is not
+            finite and positive (checked where it is on the host) or has the wrong shape.
+    """
+    fmt, granularity = get_format(format), Granularity.parse(granularity)
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise TypeError(f"x must be a float32, bfloat16 or float16 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() < 2:
+        raise ValueError(f"x must have at least 2 dimensions (..., S, D), got shape {tuple(x.shape)}")
+    if scale_mode not in _SCALE_MODES:
+        raise ValueError(f"unknown scale_mode {scale_mode!r}; accepted: {', '.join(_SCALE_MODES)}")
+    x = x.to(torch.float32)
+    shape = granularity.scale_shape(x.shape)
+    if scale is not None:
+        return _quantize_static(x, fmt, granularity, _static_scale(scale, shape, x.device))
+    if fmt.scaled:
+        magnitudes = x.abs()
+        amax = granularity.amax(torch.where(magnitudes.isfinite(), magnitudes, 0.0))
+        computed = (amax / fmt.max).clamp_(min=_TINY)
+        if scale_mode == "pow2":
+            computed = ceil_pow2(computed)
+        computed = torch.where(amax > 0, computed, 1.0)
+    else:
+        computed = x.new_ones(shape)
+    return QuantizedTensor(fmt.cast(x / granularity.expand(computed, x.shape[-2])), computed, fmt, granularity)
+
+
+def ceil_pow2(x: torch.Tensor) -> torch.Tensor:
+    """Smallest power of two >= x, for positive normal FP32 values; exact, by the exponent bits.
+
+    >>> ceil_pow2(torch.tensor([0.75, 4.0, 4.1]))
+    tensor([1., 4., 8.])
+    """
+    return ((x.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _static_scale(scale: torch.Tensor | float, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor):
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+            raise TypeError(f"scale must be a number or a tensor, got {type(scale).__name__}")
+        scale = torch.full(shape, float(scale), dtype=torch.float32)
+    _check_scale(scale, shape, name="scale")
+    return scale.to(device)
+
+
+def _check_scale(scale: torch.Tensor, shape: torch.Size, *, name: str) -> None:
+    if scale.dtype != torch.float32:
+        raise ValueError(f"{name} must be float32, got {scale.dtype}")
+    if scale.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(scale.shape)}")
+    if scale.device.type == "cpu" and not bool(((scale > 0) & scale.isfinite()).all()):
+        bad = scale[~((scale > 0) & scale.isfinite())][0].item()
+        raise ValueError(f"every {name} must be finite and positive, got {bad:g}")
+
+
+def _quantize_static(x: torch.Tensor, fmt: Format, granularity: Granularity, scale: torch.Tensor) -> QuantizedTensor:
+    scaled = x / granularity.expand(scale, x.shape[-2])
+    codes = fmt.cast(scaled)
+    saturated = (scaled.abs() > fmt.clip_limit) & x.isfinite()  # infinity is clipped under any scale
+    underflowed = (fmt.decode(codes) == 0) & (x != 0)
+    clipped = torch.stack([saturated.sum(), underflowed.sum()])
+    quantized = QuantizedTensor(codes, scale, fmt, granularity, clipped)
+    if x.device.type == "cpu":
+        n_saturated, n_underflowed = clipped.tolist()
+        nonzero = int((x != 0).sum())
+        if n_saturated or n_underflowed > 0.01 * nonzero:
+            warnings.warn(
+                f"the static scale clipped {n_saturated} and flushed to zero {n_underflowed} of {nonzero} non-zero "
+                "values; scale=None fits the scale to the values",
+                QuantizationWarning,
+                stacklevel=3,
+            )
+    return quantized
+
+
+def save_tensors(
+    path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], metadata: dict[str, str], *, kind: str
+) -> None:
+    """Write a safetensors file of ours, whole or not at all; ``kind`` and a version stand in its metadata."""
+    from safetensors.torch import save_file
+
+    import fp8attn
+
+    with whole_file(path) as temporary:
+        save_file(tensors, temporary, {"fp8attn": f"{kind}-1", "fp8attn_version": fp8attn.__version__, **metadata})
+
+
+def load_tensors(path: str | os.PathLike[str], *, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read what ``save_tensors`` wrote; ``ValueError`` when the file is something else or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{os.fspath(path)}: not a whole safetensors file ({error})") from error
+    if metadata.get("fp8attn") != f"{kind}-1":
+        found = json.dumps(metadata.get("fp8attn"))
+        raise ValueError(f'{os.fspath(path)}: metadata "fp8attn" must be "{kind}-1", got {found}')
+    return tensors, metadata

@@ -1,0 +1,136 @@
+"""From queries, keys and values to codes: smooth, balance, rotate, quantize (the contract's steps 1 and 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from fp8attn.formats import get_format
+from fp8attn.kernels.problem import Masking, QuantizedQKV
+from fp8attn.recipe import Recipe
+from fp8attn.scaling import quantize_tensor
+from fp8attn.transforms import Smoothing, balance_factors, channel_mean, make_transform, mean_out_helps
+
+__all__ = ["fit_smoothing", "quantize_qkv"]
+
+# Finite magnitudes are brought under this before a rotation: its FP32 sums of up to 576 terms would overflow otherwise.
+_LARGEST = 2.0**115
+_SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides
+
+
+def quantize_qkv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    *,
+    scale: float,
+    smoothing: Smoothing | None = None,
+) -> QuantizedQKV:
+    """Quantize (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) tensors.
+
+    ``smoothing`` is fitted to the tokens in use, or given (frozen statistics). ``scale``, the softmax scale, serves the
+    decision of ``smooth_k="auto"`` alone.
+    """
+    queries_in_use, keys_in_use = masking.in_use
+    q, k, v = (
+        _keep(x.to(torch.float32), in_use)
+        for x, in_use in ((query, queries_in_use), (key, keys_in_use), (value, keys_in_use))
+    )
+    if smoothing is None:
+        smoothing = fit_smoothing(q, k, v, recipe, masking, scale=scale)
+    group = q.shape[1] // max(1, k.shape[1])
+    logit_shift = v_mean = None
+    if smoothing.k_mean is not None:
+        logit_shift = (q * smoothing.k_mean.repeat_interleave(group, dim=1)).sum(dim=-1)
+        k = _keep(k - smoothing.k_mean, keys_in_use)
+    if smoothing.v_mean is not None:
+        v_mean = smoothing.v_mean.expand(v.shape[0], -1, -1, -1)
+        v = _keep(v - v_mean, keys_in_use)
+    if smoothing.balance is not None:
+        q = q * smoothing.balance.repeat_interleave(group, dim=1)
+        k = k / smoothing.balance
+    if recipe.rotate != "none":
+        transform = make_transform(recipe.rotate, q.shape[-1], seed=recipe.seed)
+        q, k = transform.apply(_bounded(q)), transform.apply(_bounded(k))
+    return QuantizedQKV(
+        q=quantize_tensor(q, recipe.qk_format, recipe.q_scale, scale_mode=recipe.scale_mode),
+        k=quantize_tensor(k, recipe.qk_format, recipe.k_scale, scale_mode=recipe.scale_mode),
+        v=quantize_tensor(v, recipe.v_format, recipe.v_scale, scale_mode=recipe.scale_mode),
+        recipe=recipe,
+        dtype=query.dtype,
+        logit_shift=logit_shift,
+        v_mean=v_mean,
+    )
+
+
+def fit_smoothing(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, masking: Masking, *, scale: float
+) -> Smoothing:
+    """The statistics that the recipe asks for, over the tokens in use; tokens with NaN or infinity are left out."""
+    queries_in_use, keys_in_use = masking.in_use
+    q_valid, k_valid = _finite_tokens(q, queries_in_use), _finite_tokens(k, keys_in_use)
+    k_mean = None
+    if recipe.smooth_k is not False:
+        k_mean = channel_mean(k, k_valid)
+    if recipe.smooth_k == "auto" and get_format(recipe.qk_format).scaled:
+        k_mean = torch.where(
+            _mean_out_helps(q, k, recipe, masking, scale, q_valid, k_valid)[..., None, None], k_mean, 0.0
+        )
+    balance = None
+    if recipe.balance == "rms":
+        balance = balance_factors(q, k if k_mean is None else k - k_mean, q_valid=q_valid, k_valid=k_valid)
+    v_mean = channel_mean(v, _finite_tokens(v, keys_in_use)) if recipe.smooth_v else None
+    return Smoothing(k_mean=k_mean, v_mean=v_mean, balance=balance)
+
+
+def _mean_out_helps(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    scale: float,
+    q_valid: torch.Tensor,
+    k_valid: torch.Tensor,
+) -> torch.Tensor:
+    """(B, Hkv) boolean, from the attention weights of sampled rows; one batch entry at a time to bound the memory."""
+    batch, num_q_heads, seqlen_q, _ = q.shape
+    num_kv_heads, seqlen_k = k.shape[1], k.shape[2]
+    if min(batch, num_kv_heads, seqlen_q, seqlen_k) == 0:
+        return torch.zeros(batch, num_kv_heads, dtype=torch.bool, device=q.device)
+    rows = torch.linspace(0, seqlen_q - 1, min(seqlen_q, _SAMPLED_ROWS), device=q.device).round().long()
+    band = masking.band(rows, torch.arange(seqlen_k, device=q.device))
+    decisions = []
+    for b in range(batch):
+        q_rows = q[b : b + 1, :, rows]
+        grouped = q_rows.view(1, num_kv_heads, -1, q.shape[-1])
+        logits = (grouped @ k[b : b + 1].mT).view(1, num_q_heads, len(rows), seqlen_k) * scale
+        visible = band & q_valid[b, rows, None] & k_valid[b]
+        mask = masking.mask_tile(b, rows, slice(0, seqlen_k))
+        if mask is not None:
+            visible = visible & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+            logits = logits if mask.dtype == torch.bool else logits + mask
+        weights = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
+        one = slice(b, b + 1)
+        decisions.append(
+            mean_out_helps(
+                q_rows, k[one], weights, q=q[one], rotated=recipe.rotate != "none", balanced=recipe.balance == "rms",
+                q_valid=q_valid[one], k_valid=k_valid[one],
+            )
+        )  # fmt: skip
+    return torch.cat(decisions)
+
+
+def _keep(x: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
+    """Zero the tokens that are not in use: whatever they hold, NaN included, goes no further."""
+    return x if in_use is None else torch.where(in_use[:, None, :, None].to(x.device), x, 0.0)
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isinf(), x, x.clamp(-_LARGEST, _LARGEST))
+
+
+def _finite_tokens(x: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
+    """(B, S): tokens in use whose every head and channel is finite."""
+    finite = x.isfinite().all(dim=3).all(dim=1)
+    return finite if in_use is None else finite & in_use.to(x.device)
