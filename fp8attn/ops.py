@@ -274,7 +274,7 @@ class _Inputs:
             if x.dim() not in (3, 4) or x.dim() != query.dim():
                 raise ValueError(
                     f"query, key and value must all have 4 dimensions ({', '.join(layout.upper())}), "
-                    f"or all 3 (B, S, D), got {name} of shape {tuple(x.shape)} beside query of shape {tuple(query.shape)}"
+                    f"or all 3 (B, S, D), got {name} {tuple(x.shape)} and query {tuple(query.shape)}"
                 )
             if x.dtype != query.dtype:
                 raise TypeError(f"query, key and value must have one dtype, got {query.dtype} and {name} {x.dtype}")

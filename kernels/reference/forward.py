@@ -68,7 +68,7 @@ def attend(
     lse = torch.empty(batch, num_q_heads, seqlen_q, dtype=torch.float32, device=qkv.q.device)
     if tile_q is None:
         tile_q = max(16, _TILE_ELEMENTS // max(1, num_q_heads * tile_k))
-    for b in range(batch):
+    for b in range(batch if num_q_heads else 0):
         decoded = _decode_kv(problem, b)
         for rows in _tiles(0, seqlen_q, tile_q):
             first, end = problem.masking.key_range(rows)
@@ -125,7 +125,7 @@ def finish(
 
 def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
     """Tiles of ``size`` aligned to its multiples, the first and last of them cut to [start, stop)."""
-    for first in range(start - start % size, stop, size):
+    for first in range(start - start % size, stop, size) if start < stop else ():
         yield slice(max(first, start), min(first + size, stop))
 
 
@@ -225,11 +225,17 @@ def _round_scaled_weights(
 
     ``v_scale`` (Hkv, 1, N). The product is taken relative to the row's largest visible scale in the tile, rounded up to
     a power of two: a scale that the row does not see, such as a later token's, cannot push its weights into underflow.
-    Returns what the tensor core multiplies, the sum of the weights really used, and the row's scale (1 or M rows).
+    Returns what the tensor core multiplies, the sum of the weights, and the row's scale (1 or M rows).
+
+    The sum takes the weights really used, except where the product is below the format's normal range: a value too
+    small to matter beside a huge one may vanish, its weight may not, or the rest would be blown up to sum to one.
     """
+    tiny = torch.finfo(torch.float32).tiny
     largest = torch.where(p > 0, v_scale, 0.0).amax(dim=-1, keepdim=True)
-    tile_scale = ceil_pow2(largest.clamp(min=torch.finfo(torch.float32).tiny))
+    tile_scale = ceil_pow2(largest.clamp(min=tiny))
     # At most 1 for visible keys; the bounds keep hidden ones (0 * relative) and vanishing ones (0 / relative) from NaN.
-    relative = (v_scale / tile_scale).clamp(torch.finfo(torch.float32).tiny, 1.0)
-    p_format.round_nonnegative_(p.mul_(relative))
-    return p, (p / relative).sum(dim=-1, keepdim=True), tile_scale
+    relative = (v_scale / tile_scale).clamp(tiny, 1.0)
+    product = p * relative
+    rounded = p_format.round_nonnegative_(product.clone())
+    used = torch.where(product < p_format.smallest_normal, p, rounded / relative)
+    return rounded, used.sum(dim=-1, keepdim=True), tile_scale

@@ -12,7 +12,8 @@ from fp8attn.transforms import Smoothing, balance_factors, channel_mean, make_tr
 
 __all__ = ["fit_smoothing", "quantize_qkv"]
 
-# Finite magnitudes are brought under this before a rotation: its FP32 sums of up to 576 terms would overflow otherwise.
+# Finite queries and keys are brought under 4e34, so that no difference to a mean and no FP32 sum of a rotation
+# overflows and makes NaN of infinities. Their logits are beyond any softmax long before.
 _LARGEST = 2.0**115
 _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides
 
@@ -34,15 +35,18 @@ def quantize_qkv(
     """
     queries_in_use, keys_in_use = masking.in_use
     q, k, v = (
-        _keep(x.to(torch.float32), in_use)
+        _keep(x.to(torch.float32).contiguous(), in_use)  # sums over strided memory would have another order
         for x, in_use in ((query, queries_in_use), (key, keys_in_use), (value, keys_in_use))
     )
+    q, k = _bounded(q), _bounded(k)
     if smoothing is None:
         smoothing = fit_smoothing(q, k, v, recipe, masking, scale=scale)
     group = q.shape[1] // max(1, k.shape[1])
     logit_shift = v_mean = None
     if smoothing.k_mean is not None:
-        logit_shift = (q * smoothing.k_mean.repeat_interleave(group, dim=1)).sum(dim=-1)
+        # Products of finite values stay finite in float64; the clamp is the one that logits get.
+        shift = (q.double() * smoothing.k_mean.double().repeat_interleave(group, dim=1)).sum(dim=-1)
+        logit_shift = shift.clamp(-1e38, 1e38).float()
         k = _keep(k - smoothing.k_mean, keys_in_use)
     if smoothing.v_mean is not None:
         v_mean = smoothing.v_mean.expand(v.shape[0], -1, -1, -1)
@@ -52,7 +56,7 @@ def quantize_qkv(
         k = k / smoothing.balance
     if recipe.rotate != "none":
         transform = make_transform(recipe.rotate, q.shape[-1], seed=recipe.seed)
-        q, k = transform.apply(_bounded(q)), transform.apply(_bounded(k))
+        q, k = transform.apply(q), transform.apply(k)
     return QuantizedQKV(
         q=quantize_tensor(q, recipe.qk_format, recipe.q_scale, scale_mode=recipe.scale_mode),
         k=quantize_tensor(k, recipe.qk_format, recipe.k_scale, scale_mode=recipe.scale_mode),
@@ -68,6 +72,8 @@ def fit_smoothing(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, masking: Masking, *, scale: float
 ) -> Smoothing:
     """The statistics that the recipe asks for, over the tokens in use; tokens with NaN or infinity are left out."""
+    if 0 in (q.shape[1], k.shape[1]):
+        return Smoothing()
     queries_in_use, keys_in_use = masking.in_use
     q_valid, k_valid = _finite_tokens(q, queries_in_use), _finite_tokens(k, keys_in_use)
     k_mean = None
