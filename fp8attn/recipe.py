@@ -87,8 +87,8 @@ class Recipe:
             value = getattr(self, name)
             if not any(value is choice or (isinstance(value, str) and value == choice) for choice in accepted):
                 raise ValueError(f"{name} must be one of {_listed(accepted)}, got {value!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {self.seed!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {self.seed!r}")
         for name in ("q_scale", "k_scale", "v_scale"):
             try:
                 granularity = Granularity.parse(getattr(self, name))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+
 from fp8attn.transforms.hadamard import hadamard, has_hadamard
 
 __all__ = [
@@ -177,9 +178,7 @@ class HaarRandom(Transform):
         _set_seed(self, self.seed)
 
     def _matrix64(self) -> torch.Tensor:
-        gaussian = torch.randn(
-            self.dim, self.dim, dtype=torch.float64, device="cpu", generator=_generator(self.seed)
-        )
+        gaussian = torch.randn(self.dim, self.dim, dtype=torch.float64, device="cpu", generator=_generator(self.seed))
         q, r = torch.linalg.qr(gaussian)
         return q * r.diagonal().sign()
 
@@ -418,7 +417,7 @@ def _check_hadamard_order(dim: int) -> None:
         try:
             hadamard(dim)
         except ValueError as error:
-            raise ValueError(f"dim {dim}: {error}; \"haar\" and \"dct\" work for any size") from None
+            raise ValueError(f'dim {dim}: {error}; "haar" and "dct" work for any size') from None
 
 
 def _transforms(values: Sequence[Transform], name: str) -> tuple[Transform, ...]:

@@ -89,12 +89,11 @@ def balance_factors(
     3.0
     """
     group = _group_size(q, k)
-    b, _, seqlen, dim = q.shape
-    # (B, Hkv, G, Sq, D) -> one long sequence a kv head, its validity repeated for each query head
-    pooled = q.reshape(b, k.shape[1], group * seqlen, dim)
+    # One long sequence a kv head, its validity repeated for each query head
+    pooled = _grouped(q, group)
     pooled_valid = None if q_valid is None else _checked_valid(q_valid, q, "q_valid").repeat(1, group)
     q_rms, k_rms = channel_rms(pooled, pooled_valid), channel_rms(k, k_valid)
-    usable = (q_rms > 0) & (k_rms > 0) & q_rms.isfinite() & k_rms.isfinite()
+    usable = (q_rms > 0) & (k_rms > 0)  # an rms over infinity is NaN, so neither passes
     # The roots before the quotient, which then stays far from the limits of float32.
     factor = (k_rms.sqrt() / q_rms.sqrt()).clamp(_BALANCE_MIN, _BALANCE_MAX)
     return torch.where(usable, factor, 1.0)
@@ -124,7 +123,9 @@ def logit_error_variance(
     Returns:
         (B, Hq) float32; 0 where all weights are 0.
     """
-    return 2 * relative_variance * _rms_error(q.float(), k.float(), weights, rotated).square()
+    group = _group_size(q, k)
+    rms = _rms_error(_grouped(q.float(), group), k.float(), _grouped_weights(weights, q, k), group, rotated)
+    return 2 * relative_variance * rms.square().flatten(1)
 
 
 def mean_out_helps(
@@ -155,50 +156,68 @@ def mean_out_helps(
         k_valid: (B, Sk), the valid keys.
     """
     group = _group_size(q_rows, k)
+    grouped_weights = _grouped_weights(weights, q_rows, k)
     rows, keys = q_rows.float(), k.float()
     # Padding may hold NaN, which a weight of 0 would not stop; a key set to 0 adds nothing, whatever its weight.
     if q is None and q_valid is not None:
         rows = torch.where(_checked_valid(q_valid, q_rows, "q_valid")[:, None, :, None], rows, 0.0)
-    if weights is not None:
-        rows = torch.where((weights.nan_to_num(0) != 0).any(-1, keepdim=True), rows, 0.0)
+    rows = _grouped(rows, group)
+    if grouped_weights is not None:
+        rows = torch.where((grouped_weights != 0).any(-1, keepdim=True), rows, 0.0)
     keep = None if k_valid is None else _checked_valid(k_valid, k, "k_valid")[:, None, :, None]
+    if keep is not None:
+        keys = torch.where(keep, keys, 0.0)
+    # Common factors change no comparison, and keep the errors that are compared within float32's range.
+    rows, keys = rows / _amax(rows, (2, 3)), keys / _amax(keys, (2, 3))
 
     def error(keys: torch.Tensor) -> torch.Tensor:
-        keys = keys if keep is None else torch.where(keep, keys, 0.0)
         queries = rows
         if balanced:
             factor = balance_factors(q_rows if q is None else q, keys, q_valid=q_valid, k_valid=k_valid)
-            queries, keys = rows * factor.repeat_interleave(group, dim=1), keys / factor
-        return _rms_error(queries, keys, weights, rotated).unflatten(1, (-1, group))
+            queries, keys = rows * factor, keys / factor
+        return _rms_error(queries, keys, grouped_weights, group, rotated)
 
-    without, with_ = error(keys), error(keys - channel_mean(k, k_valid))
+    centered = keys - channel_mean(keys, k_valid)
+    without, with_ = error(keys), error(centered if keep is None else torch.where(keep, centered, 0.0))
     # The squares are of relative values, so that comparing them neither overflows nor vanishes.
     largest = torch.maximum(without, with_).amax(2, keepdim=True)
     return (with_ / largest).square().sum(2) < (without / largest).square().sum(2)
 
 
-def _rms_error(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, rotated: bool) -> torch.Tensor:
-    """Root of the pairs' weighted average of sum_i q_i^2 k_i^2, or of |q|^2 |k|^2 / D if rotated: (B, Hq)."""
-    group = _group_size(q, k)
-    if weights is not None and weights.shape != (*q.shape[:3], k.shape[2]):
-        raise ValueError(
-            f"weights must have shape (batch, num_q_heads, rows, seqlen_k) = {(*q.shape[:3], k.shape[2])}, "
-            f"got {tuple(weights.shape)}"
-        )
-    q_scale, k_scale = _amax(q, (1, 2, 3)), _amax(k, (1, 2, 3))
-    # All query heads of a kv head in one axis: (B, Hkv, G * R, D)
-    q2 = (q / q_scale).square().unflatten(1, (-1, group)).flatten(2, 3)
-    k2 = (k / k_scale).square()
+def _rms_error(
+    q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, group: int, rotated: bool
+) -> torch.Tensor:
+    """Root of the pairs' weighted average of sum_i q_i^2 k_i^2, or of |q|^2 |k|^2 / D if rotated.
+
+    q (B, Hkv, G * R, D), k (B, Hkv, Sk, D), weights (B, Hkv, G * R, Sk) -> (B, Hkv, G).
+    """
+    q_scale, k_scale = _amax(q, (2, 3)), _amax(k, (2, 3))
+    q2, k2 = (q / q_scale).square(), (k / k_scale).square()
     if rotated:
         q2, k2 = q2.sum(-1, keepdim=True), k2.sum(-1, keepdim=True) / k.shape[-1]
     if weights is None:
         seen, mass = k2.sum(2, keepdim=True), torch.full(q2.shape[:3], k.shape[2], dtype=q2.dtype, device=q.device)
     else:
         # Keys are summed before channels, so that nothing of size rows x keys is made besides the weights.
-        w = weights.float().nan_to_num(0).unflatten(1, (-1, group)).flatten(2, 3)
-        seen, mass = w @ k2, w.sum(-1)
-    total, mass = (t.unflatten(2, (group, q.shape[2])).sum(3).flatten(1) for t in ((q2 * seen).sum(-1), mass))
-    return torch.where(mass > 0, total / mass, 0.0).sqrt() * (q_scale * k_scale).flatten(1)
+        seen, mass = weights @ k2, weights.sum(-1)
+    total, mass = (t.unflatten(2, (group, q.shape[2] // group)).sum(3) for t in ((q2 * seen).sum(-1), mass))
+    return torch.where(mass > 0, total / mass, 0.0).sqrt() * (q_scale * k_scale).flatten(2)
+
+
+def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
+    """The query heads of a kv head in one axis: (B, Hq, R, n) -> (B, Hkv, G * R, n)."""
+    return x.unflatten(1, (x.shape[1] // group, group)).flatten(2, 3)
+
+
+def _grouped_weights(weights: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    if weights is None:
+        return None
+    expected = (*q.shape[:3], k.shape[2])
+    if weights.shape != expected:
+        raise ValueError(
+            f"weights must have shape (batch, num_q_heads, rows, seqlen_k) = {expected}, got {tuple(weights.shape)}"
+        )
+    return _grouped(weights.float().nan_to_num(0), _group_size(q, k))
 
 
 def _relative(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -129,12 +130,20 @@ def _tiles(start: int, stop: int, size: int) -> Iterator[slice]:
         yield slice(max(first, start), min(first + size, stop))
 
 
-def _decode_kv(problem: AttentionProblem, batch: int) -> tuple[torch.Tensor, ...]:
-    """One batch entry's K, K scale, V and per-key V scale (or None) in FP32, with one row a token."""
+class _KeysValues(NamedTuple):
+    """One batch entry's keys and values in FP32, with one row a token."""
+
+    k: torch.Tensor  # (Hkv, Sk, D)
+    k_scale: torch.Tensor  # (Hkv, Sk, 1)
+    v: torch.Tensor  # (Hkv, Sk, Dv)
+    v_scale: torch.Tensor | None  # (Hkv, Sk, 1) if the scale differs from key to key
+
+
+def _decode_kv(problem: AttentionProblem, batch: int) -> _KeysValues:
     k, v = problem.qkv.k, problem.qkv.v
     k_scale = k.expanded_scale().expand(*k.shape[:3], 1)[batch]
     v_scale = v.expanded_scale()[batch] if v.granularity.kind in ("token", "block") else None
-    return k.format.decode(k.codes[batch]), k_scale, v.format.decode(v.codes[batch]), v_scale
+    return _KeysValues(k.format.decode(k.codes[batch]), k_scale, v.format.decode(v.codes[batch]), v_scale)
 
 
 def _attend_rows(
@@ -143,7 +152,7 @@ def _attend_rows(
     rows: slice,
     keys: range,
     tile_k: int,
-    decoded: tuple[torch.Tensor, ...],
+    decoded: _KeysValues,
 ) -> State:
     """The state of some query rows of one batch entry over ``keys``: m, l (Hq, M, 1) and acc (Hq, M, Dv)."""
     qkv, group = problem.qkv, problem.group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from fp8attn.formats import get_format
 from fp8attn.kernels.problem import Masking, QuantizedQKV
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import quantize_tensor
@@ -79,10 +78,9 @@ def fit_smoothing(
     k_mean = None
     if recipe.smooth_k is not False:
         k_mean = channel_mean(k, k_valid)
-    if recipe.smooth_k == "auto" and get_format(recipe.qk_format).scaled:
-        k_mean = torch.where(
-            _mean_out_helps(q, k, recipe, masking, scale, q_valid, k_valid)[..., None, None], k_mean, 0.0
-        )
+        if recipe.smooth_k == "auto":
+            helps = _mean_out_helps(q, k, recipe, masking, scale, q_valid, k_valid)
+            k_mean = torch.where(helps[..., None, None], k_mean, 0.0)
     balance = None
     if recipe.balance == "rms":
         balance = balance_factors(q, k if k_mean is None else k - k_mean, q_valid=q_valid, k_valid=k_valid)

@@ -1,0 +1,1 @@
+"""Benchmarks. Each module is a script: ``python -m fp8attn.analysis.bench.reference``."""
