@@ -301,7 +301,8 @@ def _to_bhsd(tensors: list[Tensor], layout: str | None) -> list[Tensor]:
     else:
         layout = possible[0] if len(possible) == 1 else _guess(tensors)
         num_heads, seqlen = (tensors[1].shape[i] for i in ((1, 2) if layout == "bhsd" else (2, 1)))
-        # One reading may fit by chance, where the file is wrong under the other.
+        # More heads than keys: a reading that fits by chance, of a file that is wrong under the other, or of MHA with
+        # lengths that differ, which look like a GQA ratio.
         if layout is None or num_heads > seqlen:
             raise ValueError(f"{shapes} may be (B, H, S, D) or (B, S, H, D); say which: layout 'bhsd' or 'bshd'")
     dtype = torch.promote_types(torch.promote_types(tensors[0].dtype, tensors[1].dtype), tensors[2].dtype)
@@ -321,9 +322,7 @@ def _guess(tensors: list[Tensor]) -> str | None:
     (q1, q2), (k1, k2) = (t.shape[1:3] for t in tensors[:2])
     if k1 == k2:
         return None
-    smaller = "bhsd" if k1 < k2 else "bshd"
     if (q1 == k1) != (q2 == k2):
-        differing = "bhsd" if q1 != k1 else "bshd"
-        # Different lengths under MHA look like GQA with a long head axis and a short sequence: no telling them apart.
-        return differing if differing == smaller else None
+        return "bhsd" if q1 != k1 else "bshd"
+    smaller = "bhsd" if k1 < k2 else "bshd"
     return smaller if (q1 < q2) == (k1 < k2) and q1 != q2 else None

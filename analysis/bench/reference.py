@@ -59,17 +59,25 @@ def time_rows(is_causal: bool) -> list[dict[str, Any]]:
     exact = sdpa(q, k, v, is_causal=is_causal)
     error = float((fp8attn.attention(q, k, v, is_causal=is_causal) - exact).norm() / exact.norm())
     flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if is_causal else 1)
+    shape = {"batch": batch, "num_q_heads": heads, "num_kv_heads": heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
     return [
         {
-            "op": "prefill", "impl": name, "batch": batch, "num_q_heads": heads, "num_kv_heads": heads,
-            "seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": head_dim, "head_dim_v": head_dim, "causal": is_causal,
-            "includes_quantization": name == "fp8attn-reference", "median_ms": round(median, 1), "p10_ms": round(p10, 1),
-            "p90_ms": round(p90, 1), "tflops": round(flops / median / 1e9, 4),
+            "op": "prefill",
+            "impl": name,
+            **shape,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim,
+            "causal": is_causal,
+            "includes_quantization": name == "fp8attn-reference",
+            "median_ms": round(median, 1),
+            "p10_ms": round(p10, 1),
+            "p90_ms": round(p90, 1),
+            "tflops": round(flops / median / 1e9, 4),
             "relative_error": 0.0 if name == "sdpa-fp32" else round(error, 5),
             "times_sdpa": round(median / times["sdpa-fp32"][1], 2),
         }
         for name, (p10, median, p90) in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def peak_bytes_of_long_attention() -> int:

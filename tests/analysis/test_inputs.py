@@ -45,7 +45,8 @@ WRITERS = [write_safetensors, write_npz, write_pt, write_old_pt]
 
 
 def equal(layer, q, k, v):
-    return all(torch.equal(a, b) for a, b in zip((layer.q, layer.k, layer.v), (q, k, v), strict=True))
+    pairs = zip((layer.q, layer.k, layer.v), (q, k, v), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -167,6 +168,7 @@ def test_self_attention_layouts(tmp_path_factory, kv_heads, ratio, seqlen, ndim,
         ((1, 300, 8, 64), (1, 77, 8, 64), "bshd"),
         ((1, 32, 512, 64), (1, 8, 256, 64), "bhsd"),
         ((1, 64, 64, 64), (1, 64, 64, 64), None),
+        ((1, 8, 16, 64), (1, 8, 8, 64), None),
         ((1, 8, 1024, 64), (1, 8, 256, 64), None),  # cross-attention, or 1024 heads over 256 in 8 tokens
         ((1, 32, 4, 64), (1, 8, 4, 64), None),
         ((1, 4, 24, 64), (1, 3, 24, 64), None),  # a wrong ratio, or 24 heads over 3 keys
@@ -349,7 +351,9 @@ def test_other_files(tmp_path):
             ValueError, match=r"other: not a kind of file .*accepted are safetensors, \.npz .* and \.pt"
         ):
             load_qkv(tmp_path / "other")
-    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "script")
+    with zipfile.ZipFile(tmp_path / "script", "w") as archive:  # TorchScript: a model with its code
+        for name in ("data.pkl", "constants.pkl", "code/model.py"):
+            archive.writestr(f"script/{name}", b"")
     with pytest.raises(ValueError, match="script: not a kind of file"):
         load_qkv(tmp_path / "script")
     with pytest.raises(FileNotFoundError, match="absent"):
