@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .capture import capture
+    from .capturing import capture
     from .comparison import compare, resolve_recipes
     from .evaluation import evaluate, to_json, to_markdown
     from .exact import exact_attention, exact_attention_quantized
@@ -22,7 +22,7 @@ _NAMES = {
     "LayerQKV": "inputs",
     "LlamaModel": "llama",
     "calc_diff": "metrics",
-    "capture": "capture",
+    "capture": "capturing",
     "compare": "comparison",
     "cosine": "metrics",
     "evaluate": "evaluation",

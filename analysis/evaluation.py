@@ -123,7 +123,9 @@ def describe(result: dict[str, Any]) -> str:
         heads = f"{first['num_q_heads']} query on {first['num_kv_heads']} kv heads"
         size = f"batch {first['batch']}, {heads}, {dims}, {tokens}"
     count = "1 layer" if len(shapes) == 1 else f"{len(shapes)} layers"
-    model = result["source"]["metadata"].get("model")
+    metadata = result["source"]["metadata"]
+    # The file's name tells more (the quantization, say) than the name that the model gives itself.
+    model = metadata.get("model_file", "").removesuffix(".gguf") or metadata.get("model")
     source = result["source"]["file"] + (f" ({model})" if model else "")
     return f"{source}: {count}, {size}, {'causal' if result['causal'] else 'not causal'}"
 

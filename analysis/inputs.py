@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import importlib.resources
+import math
 import os
+import pickle
 import re
 import zipfile
 import zlib
@@ -66,10 +68,15 @@ class CaptureFile:
     def scale(self) -> float | None:
         """The softmax scale in the metadata, or None: 1 / sqrt(head_dim)."""
         text = self.metadata.get("scale")
+        if text is None:
+            return None
         try:
-            return None if text is None else float(text)
+            scale = float(text)
         except ValueError:
-            raise ValueError(f"{self.path}: scale in the metadata is {text!r}, which is not a number") from None
+            scale = math.nan
+        if not math.isfinite(scale):
+            raise ValueError(f"{self.path}: scale in the metadata is {text!r}, which is not a finite number")
+        return scale
 
 
 def load_sample(*, layers: Sequence[int] | None = None) -> CaptureFile:
@@ -176,7 +183,10 @@ def _read_safetensors(path: Path) -> tuple[dict[str, _Lazy], dict[str, str]]:
     return {name: partial(read, name) for name in names}, metadata
 
 
-_NPZ_ERRORS = (ValueError, EOFError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error)
+_NPZ_ERRORS = (
+    *(ValueError, TypeError, EOFError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error),
+    *(RecursionError, MemoryError, OverflowError),  # of headers that no writer wrote
+)
 
 
 def _read_npz(path: Path) -> tuple[dict[str, _Lazy], dict[str, str]]:
@@ -210,14 +220,20 @@ def _read_torch(path: Path) -> tuple[dict[str, _Lazy], dict[str, str]]:
         # An open file, because torch.load goes by the name of one it is to open.
         with path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own text advises to load without the check, which is what no one should do with a file they got.
+        culprit = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise ValueError(
+            f"{path}: a pickle that holds more than tensors, numbers, strings, lists and dicts"
+            f"{f' ({culprit[1]})' if culprit else ''}, or a damaged one; code in a file is never executed, "
+            f"so this one is not read; {ACCEPTED}"
+        ) from None
     except Exception as error:  # torch.load documents no set of errors for a damaged file
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{path}: not a file of plain tensors, or damaged; nothing in it was run ({reason}); {ACCEPTED}"
-        ) from error
+        raise ValueError(f"{path}: a damaged .pt file, or not what torch.save writes ({reason}); {ACCEPTED}") from error
     entries: dict[str, _Lazy] = {}
     metadata: dict[str, str] = {}
-    for name, value in _leaves(content, ""):
+    for name, value in _leaves(content, path):
         if isinstance(value, Tensor):
             entries[name] = value.detach
         elif isinstance(value, (str, bool, int, float)):
@@ -225,16 +241,39 @@ def _read_torch(path: Path) -> tuple[dict[str, _Lazy], dict[str, str]]:
     return entries, metadata
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, (list, tuple)):
-        items = list(enumerate(value))
-    else:
-        yield name, value
-        return
-    for key, inner in items:
-        yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+_MAX_DEPTH = 64
+_MAX_NAMES = 10_000_000  # characters; 10000 layers take about a million
+
+
+def _leaves(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
+    """What nested dicts and lists hold, by name, in their order.
+
+    A few bytes of pickle can make containers that hold themselves, or each other over and over, so depth and number are
+    limited. Containers met twice are not left out: two layers may share one.
+    """
+    budget = _MAX_NAMES
+    levels = [iter([("", content)])]
+    while levels:
+        item = next(levels[-1], None)
+        if item is None:
+            levels.pop()
+            continue
+        name, value = item
+        budget -= 1 + len(name)
+        if budget < 0 or len(levels) > _MAX_DEPTH:
+            raise ValueError(
+                f"{path}: dicts or lists nested more than {_MAX_DEPTH} deep, in themselves, or over and over"
+            )
+        if isinstance(value, (Mapping, list, tuple)):
+            levels.append(_children(name, value))
+        else:
+            yield name, value
+
+
+def _children(name: str, value: Mapping[Any, Any] | Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(key, (str, int, float)):  # others make no name
+            yield f"{name}.{key}" if name else str(key), inner
 
 
 def _group(entries: dict[str, _Lazy], path: Path) -> dict[tuple[int, str], dict[str, _Lazy]]:

@@ -5,9 +5,10 @@ Nothing heavy is imported before a command runs, so that ``fp8attn --help`` answ
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,16 +35,54 @@ _USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
+    _prepare_streams()
     try:
         yield
+        sys.stdout.flush()  # here, where a failure can still be told, rather than as the interpreter ends
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        _tell("interrupted")
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # as in `fp8attn run | head`: typer ends quietly
-        raise
+    except BrokenPipeError:  # as in `fp8attn run | head`: whoever read has what they want
+        _settle_stdout()
+        raise typer.Exit(1) from None
     except _USER_ERRORS as error:
-        typer.echo("fp8attn: error: " + " ".join(str(error).split()), err=True)
+        _settle_stdout()
+        _tell("fp8attn: error: " + " ".join(str(error).split()))
         raise typer.Exit(2) from None
+
+
+def _prepare_streams() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # Closed, as by `>&-`. Its descriptor must be taken, or the next file opened would get what libraries print.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif reconfigure := getattr(getattr(sys, name), "reconfigure", None):
+            reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no reason to fail
+
+
+def _settle_stdout() -> None:
+    """Flush stdout; if it cannot be, let what is left go, so that the interpreter does not try again as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _tell(line: str) -> None:
+    with suppress(OSError):  # stderr may be a pipe that nobody reads any more
+        typer.echo(_printable(line), err=True)
+
+
+def _printable(value: Any) -> Any:
+    """A copy in which control characters and the like, which may come from a file, are spelled out (``\\x1b``)."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in value)
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,13 +132,20 @@ def run(
         typer.Option("--causal/--no-causal", help="Causal attention. Default: what the file's metadata says, else no."),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Layers to run, by index or by name, separated by commas. Default: all.")
+        list[str] | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers to run, by index or name, separated by commas; may be repeated. Default: all.",
+        ),
     ] = None,
     layout: Annotated[
         str | None, typer.Option(help="Order of the axes in the file: bhsd or bshd. Default: the file's own.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also write the result here: a table if the name ends in .md, JSON if in .json.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Also write the result here: a table if the name ends in .md, JSON if in .json."
+        ),
     ] = None,
     json_to: Annotated[
         str | None,
@@ -112,13 +158,18 @@ def run(
     The table has a row for each layer and recipe, and the mean over the layers.
     Files are written whole or not at all.
     """
+    stdout_is_closed = sys.stdout is None
     with _plain_errors():
-        writers = _output_files(out, json_to, file)
+        if stdout_is_closed and json_to == "-":
+            raise ValueError("--json - writes to stdout, which is closed")
+        inputs = [file, *(Path(name) for name in recipe or () if name.endswith(".json"))]
+        writers = _output_files(out, json_to, inputs)
         from fp8attn.analysis import evaluation
         from fp8attn.analysis.comparison import DEFAULT_RECIPES, resolve_recipes
 
         recipes = resolve_recipes(recipe or DEFAULT_RECIPES)
         capture = _load(file, layout, layers)
+        _warn_of_nonfinite(capture)
         source = "the packaged sample" if file is None else file.name
         with _progress_bar("comparing") as progress:
             result = evaluation.evaluate(capture, recipes, is_causal=causal, source=source, progress=progress)
@@ -133,8 +184,11 @@ def run(
 @app.command()
 def capture(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text file; its first tokens go through the model.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The .safetensors file to write.")],
-    layers: Annotated[str | None, typer.Option(help="Layer indices separated by commas. Default: all.")] = None,
+    out: Annotated[str, typer.Option(metavar="FILE", help="The .safetensors file to write.")],
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYERS", help="Layer indices separated by commas; may be repeated. Default: all."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens at most.")] = 512,
     model: Annotated[
         Path | None,
@@ -146,21 +200,21 @@ def capture(
     The file is one that [bold]fp8attn run[/bold] reads. Needs the extra: pip install 'fp8attn\\[gguf]'.
     """
     with _plain_errors():
-        _check_output(out, text)
-        chosen = None if layers is None else [_layer_index(part) for part in _split(layers)]
-        from fp8attn.analysis.capture import capture as write_capture
+        target = _output_path("--out", out, [text, model])
+        chosen = [_layer_index(part) for part in _split(layers)] if layers else None
+        from fp8attn.analysis.capturing import capture as write_capture
 
         with _progress_bar("capturing") as progress:
-            write_capture(text, out, layers=chosen, max_tokens=tokens, model_path=model, progress=progress)
-        typer.echo(f"wrote {out}")
+            write_capture(text, target, layers=chosen, max_tokens=tokens, model_path=model, progress=progress)
+        typer.echo(_printable(f"wrote {target}"))
 
 
-def _load(file: Path | None, layout: str | None, layers: str | None) -> CaptureFile:
+def _load(file: Path | None, layout: str | None, layers: Sequence[str] | None) -> CaptureFile:
     from fp8attn.analysis.inputs import load_qkv, load_sample
 
     if file is None and layout is not None:
         raise ValueError("--layout says how a file is to be read; the packaged sample knows its own")
-    parts = [] if layers is None else _split(layers)
+    parts = _split(layers) if layers else []
     # A file of many layers need not be read whole to run two of them by number.
     numbers = [int(part) for part in parts] if parts and all(part.isdecimal() for part in parts) else None
     whole = load_sample(layers=numbers) if file is None else load_qkv(file, layout=layout, layers=numbers)
@@ -176,10 +230,26 @@ def _load(file: Path | None, layout: str | None, layers: str | None) -> CaptureF
     return replace(whole, layers=wanted)
 
 
-def _split(layers: str) -> list[str]:
-    parts = [part.strip() for part in layers.split(",")]
+def _warn_of_nonfinite(capture: CaptureFile) -> None:
+    found = []
+    for layer in capture.layers:
+        for role in ("q", "k", "v"):
+            tensor = getattr(layer, role)
+            if count := tensor.numel() - int(tensor.isfinite().sum()):
+                found.append(f"{layer.name} {role} ({count} of {tensor.numel()})")
+    if found:
+        rest = f" and {len(found) - 6} more tensors" if len(found) > 6 else ""
+        _tell(
+            f"fp8attn: warning: values that are NaN or infinite in {', '.join(found[:6])}{rest}; "
+            "errors that they reach are no finite numbers"
+        )
+
+
+def _split(layers: Sequence[str]) -> list[str]:
+    """The layers of one or several ``--layers``."""
+    parts = [part.strip() for option in layers for part in option.split(",")]
     if not all(parts):
-        raise ValueError(f"--layers must be indices or names separated by commas, got {layers!r}")
+        raise ValueError(f"--layers must be indices or names separated by commas, got {', '.join(map(repr, layers))}")
     return parts
 
 
@@ -189,38 +259,52 @@ def _layer_index(part: str) -> int:
     return int(part)
 
 
-def _check_output(path: Path, source: Path | None) -> None:
-    """Long work must not end in a file that cannot be written, nor in one that takes its input's place."""
+def _output_path(option: str, name: str, others: Sequence[Path | None]) -> Path:
+    """Long work must not end in a file that cannot be written, nor in one that takes the place of one of the others."""
+    path = Path(name)
+    if not name:
+        raise ValueError(f"{option} must name a file, got ''")
     if path.is_dir():
         raise IsADirectoryError(f"cannot write {path}: it is a folder")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
-    if source is not None and source.exists() and path.exists() and path.samefile(source):
-        raise ValueError(f"cannot write {path}: it is the input")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"cannot write {path}: it is a device or pipe, whose place a file would take")
+    for other in others:
+        if other is not None and _same_file(path, other):
+            raise ValueError(f"{option} {path}: cannot write it, it is the input or the other output {other}")
+    return path
 
 
-def _output_files(out: Path | None, json_to: str | None, source: Path | None) -> list[Callable[[dict[str, Any]], None]]:
+def _same_file(a: Path, b: Path) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b) or (a.exists() and b.exists() and a.samefile(b))
+
+
+def _output_files(
+    out: str | None, json_to: str | None, inputs: Sequence[Path | None]
+) -> list[Callable[[dict[str, Any]], None]]:
     """One writer for every file that was asked for, all checked before any work is done."""
 
     def writer(path: Path, as_json: bool) -> Callable[[dict[str, Any]], None]:
-        _check_output(path, source)
-
         def write(result: dict[str, Any]) -> None:
             from fp8attn.analysis.evaluation import to_json, to_markdown
             from fp8attn.files import whole_file
 
             with whole_file(path) as temporary:
-                temporary.write_text(to_json(result) if as_json else to_markdown(result), encoding="utf-8")
+                text = to_json(result) if as_json else to_markdown(_printable(result))
+                temporary.write_text(text, encoding="utf-8")
 
         return write
 
-    writers = []
+    writers, taken = [], [*inputs]
     if out is not None:
-        if out.suffix not in (".json", ".md"):
-            raise ValueError(f"--out must end in .json or .md, got {str(out)!r}")
-        writers.append(writer(out, out.suffix == ".json"))
+        path = _output_path("--out", out, taken)
+        if path.suffix not in (".json", ".md"):
+            raise ValueError(f"--out must end in .json or .md, got {out!r}")
+        writers.append(writer(path, path.suffix == ".json"))
+        taken.append(path)
     if json_to is not None and json_to != "-":
-        writers.append(writer(Path(json_to), True))
+        writers.append(writer(_output_path("--json", json_to, taken), True))
     return writers
 
 
@@ -234,7 +318,7 @@ def _progress_bar(what: str) -> Iterator[Callable[..., None] | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -243,7 +327,7 @@ def _progress_bar(what: str) -> Iterator[Callable[..., None] | None]:
         task = bar.add_task(what, total=None)
 
         def advance(done: int, total: int, doing: str = what) -> None:
-            bar.update(task, completed=done, total=total, description=doing)
+            bar.update(task, completed=done, total=total, description=_printable(doing))
 
         yield advance
 
@@ -254,6 +338,7 @@ def _print_result(result: dict[str, Any]) -> None:
 
     from fp8attn.analysis.evaluation import describe, explain_errors
 
+    result = _printable(result)
     console = Console()
     wrap = console.is_terminal  # a line in a file or pipe stays a line
     console.print(Text(describe(result)), soft_wrap=not wrap)

@@ -31,7 +31,7 @@ class Format:
         max: largest finite value.
         mantissa_bits: stored fraction bits (``INT8``: 0, its steps are all 1).
         min_exponent: exponent of the smallest normal value.
-        scaled: whether a quantizer scales blocks to the format's range (the 16-bit formats are used as they are).
+        scaled: whether a quantizer scales blocks to the format's range; BF16 has FP32's and is used as it is.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Format:
         clamped = x.clamp(-self.max, self.max)  # NaN passes through
         if self.is_integer:
             return clamped.round_().add_(0.0)  # -0 + 0 is +0
-        if self is BF16:
+        if self.dtype == torch.bfloat16:
             return clamped.to(torch.bfloat16).to(torch.float32)
         # _round_to_step turns what rounds to -0 into +0
         return torch.copysign(self._round_to_step(clamped), x)
 
     def round_nonnegative_(self, x: torch.Tensor) -> torch.Tensor:
         """``round`` in place, for FP32 values known to lie in [0, max] (or NaN): the softmax's weights."""
-        if self is BF16:
+        if self.dtype == torch.bfloat16:
             return x.copy_(x.to(torch.bfloat16))
         return self._round_to_step(x, out=x)
 
@@ -123,7 +123,7 @@ class Format:
         """
         if self.dtype.itemsize != 1:
             raise ValueError(f"only 8-bit formats list their codes, got {self.name}")
-        return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(self.dtype)
+        return torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8).view(self.dtype)
 
     def __repr__(self) -> str:
         return f"{self.name.upper()}(max={self.max:g}, eps={self.eps:g})"
@@ -132,7 +132,7 @@ class Format:
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_exponent=-14)
 INT8 = Format("int8", torch.int8, 127.0, mantissa_bits=0, min_exponent=0)
-FP16 = Format("fp16", torch.float16, 65504.0, mantissa_bits=10, min_exponent=-14, scaled=False)
+FP16 = Format("fp16", torch.float16, 65504.0, mantissa_bits=10, min_exponent=-14)
 BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, mantissa_bits=7, min_exponent=-126, scaled=False)
 
 FORMATS = {f.name: f for f in (E4M3, E5M2, INT8, FP16, BF16)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,8 +18,12 @@ from fp8attn.transforms import Smoothing
 
 __all__ = ["attention", "attention_quantized", "attention_varlen", "merge_states", "quantize"]
 
+# out, or (out, lse) with return_lse=True. The Any spares callers a cast: a type checker cannot tell which it will be.
+Result: TypeAlias = torch.Tensor | Any
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = ("bhsd", "bshd")
+_LARGEST_SCALE = 1e30  # times the largest logits of codes it is still an FP32 number
 _ALIGNMENTS = ("top_left", "bottom_right")
 
 
@@ -42,7 +47,7 @@ def attention(
     return_lse: bool = False,
     backend: str = "auto",
     out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """Quantize and run attention: ``torch.nn.functional.scaled_dot_product_attention`` in FP8.
 
     Arguments up to ``enable_gqa`` are SDPA's own, in its order and with its meaning. Inputs are never modified, and
@@ -123,8 +128,8 @@ def quantize(
     """Transform and quantize once, to run ``attention_quantized`` many times.
 
     Tensors and arguments are those of ``attention``. Who sees whom decides which tokens count: a key that no query may
-    look at is stored as zero. With ``smooth_k="auto"`` it also decides, together with ``scale``, whether the mean key
-    is taken out; give what ``attention_quantized`` will be given.
+    look at is left out: it is stored as zero and stays hidden, whatever mask ``attention_quantized`` is given. With
+    ``smooth_k="auto"`` it also decides, together with ``scale``, whether the mean key is taken out.
 
     >>> import torch, fp8attn
     >>> q, k, v = (torch.randn(1, 4, 128, 64) for _ in range(3))
@@ -153,8 +158,10 @@ def attention_quantized(
     return_lse: bool = False,
     backend: str = "auto",
     out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """Attention on what ``quantize`` made: the second half of ``attention``, whose arguments these are.
+
+    Say again who sees whom: the quantized value remembers only keys that no query could see, which stay hidden.
 
     Returns:
         out (B, Hq, Sq, Dv) in the dtype that was quantized, or (out, lse).
@@ -169,6 +176,8 @@ def attention_quantized(
     q, k, v = qkv.q, qkv.k, qkv.v
     inputs = _Inputs(q.codes, k.codes, v.codes, "bhsd", False)
     masking = _masking(inputs, attn_mask, is_causal, causal_alignment, window)
+    if qkv.keys_in_use is not None:
+        masking = masking.without_keys(qkv.keys_in_use)
     like = q.codes.new_empty(0, dtype=qkv.dtype)
     _check_out(out, inputs.output_shape(), like)
     problem = AttentionProblem(qkv, masking, _scale(scale, q.shape[-1]), _softcap(softcap), _sinks(sinks, q.codes))
@@ -190,10 +199,11 @@ def attention_varlen(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     recipe: str | Recipe = "default",
+    smoothing: Smoothing | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     """Attention within each sequence of a packed batch, as FlashAttention's ``flash_attn_varlen_func``.
 
     Every sequence has scales and statistics of its own, so it gets the same bits alone as in a batch. Empty sequences
@@ -207,6 +217,7 @@ def attention_varlen(
             Starts at 0, never falls, ends at Tq.
         cu_seqlens_k: the same for keys.
         causal_alignment: ``"bottom_right"`` by default, as in FlashAttention.
+        smoothing: frozen statistics that serve every sequence (a batch axis of 1).
 
     Other arguments and errors are those of ``attention``.
 
@@ -235,14 +246,13 @@ def attention_varlen(
     _check_out(out, shape, query)
     result = torch.zeros(shape, dtype=query.dtype, device=query.device)
     lse = torch.full((num_q_heads, total_q), -torch.inf, dtype=torch.float32, device=query.device)
-    for n in range(len(starts_q) - 1):
+    # Without any sequence the other arguments are still checked, on an empty one.
+    for n in range(len(starts_q) - 1) or [-1]:
         rows, keys = slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])
-        if rows.start == rows.stop:
-            continue
         part, part_lse = attention(
             query[None, rows], key[None, keys], value[None, keys], is_causal=is_causal, scale=scale, enable_gqa=True,
             causal_alignment=causal_alignment, window=window, softcap=softcap, sinks=sinks, recipe=recipe,
-            layout="bshd", return_lse=True, backend=backend,
+            smoothing=smoothing, layout="bshd", return_lse=True, backend=backend,
         )  # fmt: skip
         result[rows], lse[:, rows] = part[0], part_lse[0]
     return _returned(result, lse, query.dtype, out, return_lse)
@@ -280,11 +290,7 @@ class _Inputs:
                 raise TypeError(f"query, key and value must have one dtype, got {query.dtype} and {name} {x.dtype}")
             if x.device != query.device:
                 raise ValueError(f"query, key and value must be on one device, got {query.device}, {name} {x.device}")
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{name} requires a gradient and FP8 attention has no backward; "
-                    "call it under torch.no_grad() or on detached tensors"
-                )
+            _no_gradient(name, x)
         headless = query.dim() == 3
         if headless:
             query, key, value = query[:, None], key[:, None], value[:, None]
@@ -330,6 +336,14 @@ class _Inputs:
         return lse[:, 0] if self.headless else lse
 
 
+def _no_gradient(name: str, x: torch.Tensor | None) -> None:
+    if x is not None and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient and FP8 attention has no backward; "
+            "call it under torch.no_grad() or on detached tensors"
+        )
+
+
 def _masking(
     inputs: _Inputs,
     attn_mask: torch.Tensor | None,
@@ -339,6 +353,8 @@ def _masking(
 ) -> Masking:
     batch, heads, seqlen_q, _ = inputs.query.shape
     seqlen_k = inputs.key.shape[2]
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {is_causal!r}")
     if causal_alignment not in _ALIGNMENTS:
         raise ValueError(f"causal_alignment must be one of {_ALIGNMENTS}, got {causal_alignment!r}")
     if window is None:
@@ -359,6 +375,7 @@ def _masking(
             raise TypeError(f"attn_mask must be boolean or floating, got {attn_mask.dtype}")
         if attn_mask.device != inputs.query.device:
             raise ValueError(f"attn_mask must be on {inputs.query.device}, got {attn_mask.device}")
+        _no_gradient("attn_mask", attn_mask)
         if inputs.headless and attn_mask.dim() == 3:
             attn_mask = attn_mask[:, None]
         full = (batch, heads, seqlen_q, seqlen_k)
@@ -367,7 +384,11 @@ def _masking(
             got = tuple(attn_mask.shape)
             raise ValueError(f"attn_mask must be broadcastable to (B, Hq, Sq, Sk) = {full}, got {got}")
         attn_mask = attn_mask.reshape(padded)
-    return Masking(seqlen_q, seqlen_k, bool(is_causal), causal_alignment, (window[0], window[1]), attn_mask)
+        for dim in range(4):  # an axis along which the mask was expanded need not be walked
+            if attn_mask.shape[dim] > 1 and attn_mask.stride(dim) == 0:
+                attn_mask = attn_mask.narrow(dim, 0, 1)
+    left, right = (min(side, seqlen_q + seqlen_k) for side in window)
+    return Masking(seqlen_q, seqlen_k, inputs.query.device, is_causal, causal_alignment, (left, right), attn_mask)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
@@ -375,13 +396,17 @@ def _scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not abs(scale) <= _LARGEST_SCALE:
+        raise ValueError(f"scale must be finite and at most {_LARGEST_SCALE:g}, got {scale}")
     return float(scale)
 
 
 def _softcap(softcap: float | None) -> float | None:
-    if softcap is None or softcap == 0:
+    if softcap is None:
+        return None
+    if isinstance(softcap, torch.Tensor) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap must be a number, got {type(softcap).__name__}")
+    if softcap == 0:
         return None
     if not math.isfinite(softcap) or softcap < 0:
         raise ValueError(f"softcap must be finite and positive, or None or 0 for none, got {softcap}")
@@ -396,12 +421,15 @@ def _sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | No
         raise ValueError(f"sinks must be a floating tensor of shape (num_q_heads,) = ({query.shape[1]},), got {shape}")
     if sinks.device != query.device:
         raise ValueError(f"sinks must be on {query.device}, got {sinks.device}")
+    _no_gradient("sinks", sinks)
     return sinks.detach().to(torch.float32)
 
 
 def _smoothing(smoothing: Smoothing | None, inputs: _Inputs) -> Smoothing | None:
     if smoothing is None:
         return None
+    if not isinstance(smoothing, Smoothing):
+        raise TypeError(f"smoothing must be a fp8attn.transforms.Smoothing, got {type(smoothing).__name__}")
     batch, kv_heads, _, head_dim = inputs.key.shape
     for name, dim in (("k_mean", head_dim), ("v_mean", inputs.value.shape[-1]), ("balance", head_dim)):
         part = getattr(smoothing, name)
@@ -410,6 +438,9 @@ def _smoothing(smoothing: Smoothing | None, inputs: _Inputs) -> Smoothing | None
                 f"smoothing.{name} must have shape {(batch, kv_heads, 1, dim)} or {(1, kv_heads, 1, dim)}, "
                 f"got {tuple(part.shape)}"
             )
+        if part is not None and part.device != inputs.query.device:
+            raise ValueError(f"smoothing.{name} must be on {inputs.query.device}, got {part.device}")
+        _no_gradient(f"smoothing.{name}", part)
     return smoothing
 
 
@@ -419,6 +450,7 @@ def _check_out(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Ten
     if not isinstance(out, torch.Tensor) or out.shape != shape or out.dtype != like.dtype or out.device != like.device:
         got = f"{tuple(out.shape)} {out.dtype} on {out.device}" if isinstance(out, torch.Tensor) else type(out).__name__
         raise ValueError(f"out must be {tuple(shape)} {like.dtype} on {like.device}, got {got}")
+    _no_gradient("out", out)
 
 
 def _cu_seqlens(cu_seqlens: torch.Tensor, total: int, name: str) -> list[int]:
@@ -435,6 +467,6 @@ def _cu_seqlens(cu_seqlens: torch.Tensor, total: int, name: str) -> list[int]:
 
 def _returned(
     result: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None, return_lse: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     out = result.to(dtype) if out is None else out.copy_(result)
     return (out, lse) if return_lse else out

@@ -158,7 +158,7 @@ class Recipe:
     def from_json(cls, text: str) -> Recipe:
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not a recipe: {error}") from None
         return cls.from_dict(values)
 

@@ -93,15 +93,15 @@ class Granularity:
         if self.kind == "token":
             return per_token
         if self.kind == "block":
-            short = -per_token.shape[-2] % self.size
-            padded = torch.nn.functional.pad(per_token, (0, 0, 0, short))
-            return padded.unflatten(-2, (-1, self.size)).amax(dim=-2)
+            size = min(self.size, per_token.shape[-2])  # a block may be longer than the sequence
+            padded = torch.nn.functional.pad(per_token, (0, 0, 0, -per_token.shape[-2] % size))
+            return padded.unflatten(-2, (-1, size)).amax(dim=-2)
         return per_token.amax(dim=-2, keepdim=True) if self.kind == "head" else per_token.amax().reshape(shape)
 
     def expand(self, scale: torch.Tensor, tokens: int) -> torch.Tensor:
         """The scale with one row a token where rows differ, so that it broadcasts against (..., S, D)."""
         if self.kind == "block":
-            return scale.repeat_interleave(self.size, dim=-2)[..., :tokens, :]
+            return scale.repeat_interleave(min(self.size, max(1, tokens)), dim=-2)[..., :tokens, :]
         return scale
 
 
@@ -114,7 +114,7 @@ class ClipCounts:
     total: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """Codes with their scales; the value is ``code * scale``.
 
@@ -131,6 +131,19 @@ class QuantizedTensor:
     format: Format
     granularity: Granularity
     clipped: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != self.format.dtype:
+            raise ValueError(f"codes have dtype {self.codes.dtype}, format {self.format.name} has {self.format.dtype}")
+        if self.codes.dim() < 2:
+            raise ValueError(f"codes must have at least 2 dimensions (..., S, D), got {tuple(self.codes.shape)}")
+        shape = self.granularity.scale_shape(self.codes.shape)
+        if self.scale.dtype != torch.float32 or self.scale.shape != shape:
+            got = f"{self.scale.dtype} {tuple(self.scale.shape)}"
+            raise ValueError(f"scale must be float32 of shape {tuple(shape)} ({self.granularity}), got {got}")
+        if self.clipped is not None and (self.clipped.dtype != torch.int64 or self.clipped.shape != (2,)):
+            got = f"{self.clipped.dtype} {tuple(self.clipped.shape)}"
+            raise ValueError(f"clipped must be int64 of shape (2,), got {got}")
 
     @property
     def shape(self) -> torch.Size:
@@ -183,12 +196,12 @@ class QuantizedTensor:
         fmt = get_format(metadata[f"{prefix}format"])
         granularity = Granularity.parse(metadata[f"{prefix}granularity"])
         codes, scale = tensors[f"{prefix}codes"], tensors[f"{prefix}scale"]
-        if codes.dtype != fmt.dtype:
-            raise ValueError(f"{prefix}codes have dtype {codes.dtype}, format {fmt.name} has {fmt.dtype}")
-        if codes.dim() < 2:
-            raise ValueError(f"{prefix}codes must have at least 2 dimensions (..., S, D), got {tuple(codes.shape)}")
-        _check_scale(scale, granularity.scale_shape(codes.shape), name=f"{prefix}scale")
-        return cls(codes, scale, fmt, granularity, tensors.get(f"{prefix}clipped"))
+        try:
+            made = cls(codes, scale, fmt, granularity, tensors.get(f"{prefix}clipped"))
+        except ValueError as error:
+            raise ValueError(f"{prefix}{error}") from None
+        _check_scale_values(scale, f"{prefix}scale")
+        return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all."""
@@ -213,7 +226,7 @@ def quantize_tensor(
     The dynamic scale (``scale=None``) is the group's largest finite magnitude over the format's largest value, at least
     the smallest normal FP32, and 1 for a group without a finite non-zero value: it is finite and positive whatever the
     input. ``scale_mode="pow2"`` rounds it up to a power of two. NaN stays NaN; infinity saturates and does not count
-    for the scale. The 16-bit formats are not scaled.
+    for the scale. BF16 is not scaled.
 
     A static ``scale`` (a number, or a tensor of the granularity's scale shape) clips what does not fit: the counts
     stay with the result (``clip_counts``), and on a CPU a ``QuantizationWarning`` tells when a value was clipped or
@@ -228,7 +241,7 @@ def quantize_tensor(
             finite and positive (checked where it is on the host) or has the wrong shape.
     """
     fmt, granularity = get_format(format), Granularity.parse(granularity)
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"x must be a float32, bfloat16 or float16 tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     if x.dim() < 2:
         raise ValueError(f"x must have at least 2 dimensions (..., S, D), got shape {tuple(x.shape)}")
@@ -263,16 +276,16 @@ def _static_scale(scale: torch.Tensor | float, shape: torch.Size, device: torch.
     if not isinstance(scale, torch.Tensor):
         if not isinstance(scale, (int, float)) or isinstance(scale, bool):
             raise TypeError(f"scale must be a number or a tensor, got {type(scale).__name__}")
-        scale = torch.full(shape, float(scale), dtype=torch.float32)
-    _check_scale(scale, shape, name="scale")
+        if not _TINY <= scale <= torch.finfo(torch.float32).max:
+            raise ValueError(f"scale must be finite and positive (a normal float32), got {scale:g}")
+        return torch.full(shape, float(scale), dtype=torch.float32, device=device)
+    if scale.dtype != torch.float32 or scale.shape != shape:
+        raise ValueError(f"scale must be float32 of shape {tuple(shape)}, got {scale.dtype} {tuple(scale.shape)}")
+    _check_scale_values(scale, "scale")
     return scale.to(device)
 
 
-def _check_scale(scale: torch.Tensor, shape: torch.Size, *, name: str) -> None:
-    if scale.dtype != torch.float32:
-        raise ValueError(f"{name} must be float32, got {scale.dtype}")
-    if scale.shape != shape:
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(scale.shape)}")
+def _check_scale_values(scale: torch.Tensor, name: str) -> None:
     if scale.device.type == "cpu" and not bool(((scale > 0) & scale.isfinite()).all()):
         bad = scale[~((scale > 0) & scale.isfinite())][0].item()
         raise ValueError(f"every {name} must be finite and positive, got {bad:g}")

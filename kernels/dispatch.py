@@ -23,4 +23,5 @@ def run(problem: AttentionProblem, backend: str = "auto") -> tuple[torch.Tensor,
         backend = next(iter(BACKENDS))
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
-    return BACKENDS[backend](problem)
+    with torch.autocast(problem.qkv.q.device.type, enabled=False):
+        return BACKENDS[backend](problem)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from fp8attn.recipe import Recipe
-from fp8attn.scaling import QuantizedTensor, load_tensors, save_tensors
+from fp8attn.scaling import Granularity, QuantizedTensor, load_tensors, save_tensors
 
 __all__ = ["AttentionProblem", "Masking", "QuantizedQKV"]
+
+_EXTRAS = ("logit_shift", "v_mean", "keys_in_use")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Masking:
 
     seqlen_q: int
     seqlen_k: int
+    device: torch.device
     is_causal: bool = False
     causal_alignment: str = "top_left"
     window: tuple[int, int] = (-1, -1)
@@ -79,30 +82,43 @@ class Masking:
             tile = tile[:, rows]
         return tile[:, :, keys] if tile.shape[2] > 1 else tile
 
+    def without_keys(self, keys_in_use: torch.Tensor) -> Masking:
+        """The same, with the keys hidden that ``keys_in_use`` (B or 1, Sk) marks False."""
+        kept = keys_in_use[:, None, None, :]
+        if self.mask is None:
+            mask = kept
+        elif self.mask.dtype == torch.bool:
+            mask = self.mask & kept
+        else:
+            mask = self.mask.masked_fill(~kept, -torch.inf)
+        return replace(self, mask=mask)
+
     @cached_property
     def in_use(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Queries that see a key (B or 1, Sq) and keys that some query sees (B or 1, Sk); None when all are.
 
         Padding is what this finds: a token that is not in use takes no part in statistics and scales, whatever it
-        holds. An additive mask hides a key from a row when its value is below half the dtype's most negative one, as
-        padding is commonly written, unless the whole row is like that: softmax then sees them all alike.
+        holds. A mask hides a key by False or -inf; a large negative number only makes it light.
         """
         queries = keys = None
-        if self.left is not None or self.right is not None:
-            device = self.mask.device if self.mask is not None else None
-            d = torch.arange(self.seqlen_q, device=device) + self.diagonal
-            first = d.new_zeros(()) if self.left is None else (d - self.left).clamp(min=0)
-            last_key = d.new_tensor(self.seqlen_k - 1)
-            last = last_key if self.right is None else torch.minimum(d + self.right, last_key)
-            queries = (last >= first).expand(1, self.seqlen_q)
-            key = torch.arange(self.seqlen_k, device=device)
-            start, end = self.key_range(slice(0, self.seqlen_q))
+        # What position leaves out is known without looking at a tensor: usually nothing.
+        first_row, last_row = self.diagonal, self.seqlen_q - 1 + self.diagonal
+        before = self.right is not None and first_row + self.right < 0
+        beyond = self.left is not None and last_row - self.left >= self.seqlen_k
+        if before or beyond:
+            d = torch.arange(self.seqlen_q, device=self.device) + self.diagonal
+            sees = torch.ones_like(d, dtype=torch.bool)
+            if self.right is not None:
+                sees &= d + self.right >= 0
+            if self.left is not None:
+                sees &= d - self.left < self.seqlen_k
+            queries = sees[None]
+        start, end = self.key_range(slice(0, self.seqlen_q))
+        if (start, end) != (0, self.seqlen_k):
+            key = torch.arange(self.seqlen_k, device=self.device)
             keys = ((key >= start) & (key < end))[None]
         if self.mask is not None:
-            seen = self.mask
-            if seen.dtype != torch.bool:
-                likely = seen > torch.finfo(seen.dtype).min / 2
-                seen = likely | (~likely.any(dim=-1, keepdim=True) & (seen > -torch.inf))
+            seen = self.mask if self.mask.dtype == torch.bool else self.mask > -torch.inf
             by_query = seen.any(dim=3).any(dim=1).expand(-1, self.seqlen_q)
             by_key = seen.any(dim=2).any(dim=1).expand(-1, self.seqlen_k)
             queries = by_query if queries is None else by_query & queries
@@ -110,7 +126,7 @@ class Masking:
         return queries, keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedQKV:
     """Queries, keys and values, transformed and quantized once, to run attention on many times.
 
@@ -121,6 +137,11 @@ class QuantizedQKV:
         logit_shift: q . (mean key), from the unquantized q, FP32 (B, Hq, Sq): what taking the mean key out took from
             each row's logits (times the softmax scale); None when no mean was taken out.
         v_mean: the mean value, FP32 (B, Hkv, 1, Dv), to be added back to the output; None when it was not taken out.
+        keys_in_use: boolean (B or 1, Sk), False for keys that no query could see: they are stored as zeros, and hidden
+            from every query whatever its mask; None when all are in use.
+
+    Raises:
+        ValueError: the parts do not fit each other or the recipe.
     """
 
     q: QuantizedTensor
@@ -130,25 +151,61 @@ class QuantizedQKV:
     dtype: torch.dtype
     logit_shift: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
+    keys_in_use: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        q, k, v, recipe = self.q, self.k, self.v, self.recipe
+        for name, part, fmt, granularity in (
+            ("q", q, recipe.qk_format, recipe.q_scale),
+            ("k", k, recipe.qk_format, recipe.k_scale),
+            ("v", v, recipe.v_format, recipe.v_scale),
+        ):
+            if part.codes.dim() != 4:
+                raise ValueError(f"{name} must have 4 dimensions (B, H, S, D), got {tuple(part.shape)}")
+            if (part.format.name, part.granularity) != (fmt, Granularity.parse(granularity)):
+                got = f"{part.format.name} by {part.granularity}"
+                raise ValueError(f"{name} must be {fmt} by {granularity}, as its recipe says, got {got}")
+        batch, num_q_heads, seqlen_q, head_dim = q.shape
+        num_kv_heads, seqlen_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+        if head_dim == 0 or head_dim_v == 0:
+            raise ValueError(f"head_dim must be at least 1, got {head_dim} for q and {head_dim_v} for v")
+        if num_q_heads != num_kv_heads and (num_kv_heads == 0 or num_q_heads % num_kv_heads):
+            raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}")
+        for name, tensor, dtype, shapes in (
+            ("k.codes", k.codes, k.codes.dtype, [(batch, num_kv_heads, seqlen_k, head_dim)]),
+            ("v.codes", v.codes, v.codes.dtype, [(batch, num_kv_heads, seqlen_k, head_dim_v)]),
+            ("logit_shift", self.logit_shift, torch.float32, [(batch, num_q_heads, seqlen_q)]),
+            ("v_mean", self.v_mean, torch.float32, [(batch, num_kv_heads, 1, head_dim_v)]),
+            ("keys_in_use", self.keys_in_use, torch.bool, [(batch, seqlen_k), (1, seqlen_k)]),
+        ):
+            if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) not in shapes):
+                got = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"{name} must be {dtype} of shape {' or '.join(map(str, shapes))}, got {got}")
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype}")
 
     def to(self, device: torch.device | str) -> QuantizedQKV:
         def move(x: torch.Tensor | None) -> torch.Tensor | None:
             return None if x is None else x.to(device)
 
         q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
-        return QuantizedQKV(q, k, v, self.recipe, self.dtype, move(self.logit_shift), move(self.v_mean))
+        rest = (move(x) for x in (self.logit_shift, self.v_mean, self.keys_in_use))
+        return QuantizedQKV(q, k, v, self.recipe, self.dtype, *rest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, whole or not at all."""
         tensors: dict[str, torch.Tensor] = {}
-        metadata = {"recipe": self.recipe.to_json(), "dtype": str(self.dtype).removeprefix("torch.")}
+        extras = [name for name in _EXTRAS if getattr(self, name) is not None]
+        metadata = {
+            "recipe": self.recipe.to_json(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "extras": " ".join(extras),  # so that a file which lost one is not taken for whole
+        }
         for name in ("q", "k", "v"):
             part, described = getattr(self, name).to_tensors(f"{name}.")
             tensors |= part
             metadata |= described
-        for name in ("logit_shift", "v_mean"):
-            if getattr(self, name) is not None:
-                tensors[name] = getattr(self, name).contiguous()
+        tensors |= {name: getattr(self, name).contiguous() for name in extras}
         save_tensors(path, tensors, metadata, kind="quantized-qkv")
 
     @classmethod
@@ -159,20 +216,12 @@ class QuantizedQKV:
             q, k, v = (QuantizedTensor.from_tensors(tensors, metadata, f"{name}.") for name in ("q", "k", "v"))
             recipe = Recipe.from_json(metadata.get("recipe", ""))
             dtype = getattr(torch, metadata.get("dtype", ""), None)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"unknown dtype {metadata.get('dtype')!r}")
-            shift, v_mean = tensors.get("logit_shift"), tensors.get("v_mean")
-            for name, tensor, shape in (
-                ("k.codes", k.codes, (q.shape[0], k.shape[1], k.shape[2], q.shape[3])),
-                ("v.codes", v.codes, (q.shape[0], k.shape[1], k.shape[2], v.shape[3])),
-                ("logit_shift", shift, q.shape[:3]),
-                ("v_mean", v_mean, (q.shape[0], k.shape[1], 1, v.shape[3])),
-            ):
-                if tensor is not None and tensor.shape != torch.Size(shape):
-                    raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-        except ValueError as error:
+            extras = {name: tensors[name] for name in _EXTRAS if name in tensors}
+            if sorted(extras) != sorted(metadata.get("extras", "").split()):
+                raise ValueError(f"must hold {metadata.get('extras', '') or 'no extras'}, got {sorted(extras)}")
+            return cls(q, k, v, recipe, dtype, **extras)  # type: ignore[arg-type]  # the dtype is checked there
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
-        return cls(q, k, v, recipe, dtype, shift, v_mean)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     >>> out.shape, lse.shape
     (torch.Size([1, 2, 64, 32]), torch.Size([1, 2, 64]))
     """
-    if not outs or len(outs) != len(lses):
+    if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be as many and at least one, got {len(outs)} and {len(lses)}")
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.shape != outs[0].shape or out.dtype != outs[0].dtype:
@@ -42,6 +42,8 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
                 f"outs must have one shape and dtype, got {tuple(outs[0].shape)} {outs[0].dtype} for part 0 "
                 f"and {tuple(out.shape)} {out.dtype} for part {i}"
             )
+        if not out.is_floating_point() or out.dtype.itemsize < 2 or out.dim() == 0:
+            raise ValueError(f"outs must be floating tensors (..., S, Dv), got {out.dtype} {tuple(out.shape)}")
         if lse.shape != out.shape[:-1]:
             raise ValueError(f"lses[{i}] must have shape {tuple(out.shape[:-1])}, got {tuple(lse.shape)}")
     stacked = torch.stack([lse.to(torch.float32) for lse in lses])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import fp8attn
-from fp8attn import Recipe
+from fp8attn import Recipe, cli
 from fp8attn.analysis import compare, comparison, load_sample
 from fp8attn.analysis.metrics import METRICS
 from fp8attn.cli import app
@@ -106,9 +107,10 @@ def test_options_reach_the_computation(small: Path, tmp_path: Path) -> None:
     assert Recipe.from_dict(result["recipes"]["mine"]) == mine
 
 
-@pytest.mark.parametrize("layers", ["layers.7,3", "layers.3, layers.7", "3,7"])
-def test_layers_by_name_or_number(small: Path, layers: str) -> None:
-    result = strict(invoke("run", small, "-r", "fa3", "--layers", layers, "--json", "-").stdout)
+@pytest.mark.parametrize("layers", [["layers.7,3"], ["layers.3, layers.7"], ["3,7"], ["7", "3"], ["layers.7", "3"]])
+def test_layers_by_name_or_number(small: Path, layers: list[str]) -> None:
+    options = [word for part in layers for word in ("--layers", part)]
+    result = strict(invoke("run", small, "-r", "fa3", *options, "--json", "-").stdout)
     assert [layer["layer"] for layer in result["layers"]] == ["layers.3", "layers.7"]
 
 
@@ -186,7 +188,18 @@ def test_interrupt_of_a_real_process(small: Path) -> None:
         (["{small}", "--out", "{tmp}/no/result.md"], "no does not exist"),
         (["{small}", "--json", "{tmp}/no/result.json"], "no does not exist"),
         (["{small}", "--json", "{tmp}"], "it is a folder"),
-        (["{small}", "--json", "{small}"], "it is the input"),
+        (["{small}", "--json", "{small}"], "small.safetensors: cannot write it, it is the input"),
+        (["{small}", "--json", "{tmp}/link.json"], "link.json: cannot write it, it is the input"),
+        (["{small}", "-r", "{tmp}/good.json", "--json", "{tmp}/good.json"], "--json {tmp}/good.json: cannot write it"),
+        (["{small}", "-r", "{tmp}/good.json", "--out", "{tmp}/./good.json"], "--out {tmp}/good.json: cannot write it"),
+        (["{small}", "--out", "{tmp}/new.json", "--json", "{tmp}/new.json"], "or the other output {tmp}/new.json"),
+        (["{small}", "--out", ""], "--out must name a file, got ''"),
+        (["{small}", "--json", ""], "--json must name a file, got ''"),
+        (["{small}", "--json", os.devnull], "it is a device or pipe"),
+        (["{small}", "--layers", "3", "--layers", "9"], "no layers [9]"),
+        (["{small}", "-r", "{tmp}/deep.json"], "deep.json"),
+        (["{tmp}/scale.safetensors"], "scale.safetensors: scale in the metadata is 'inf'"),
+        (["{tmp}/\x1b[31m[bold].safetensors"], "{tmp}/\\x1b[31m[bold].safetensors"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -198,15 +211,105 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(comparison, "attention", fail)
     (tmp_path / "text.pt").write_text("these are not tensors")
     (tmp_path / "bad.json").write_text('{"nonsense": 1}')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "good.json").write_text(good := Recipe().to_json())
+    (tmp_path / "link.json").symlink_to(small)
+    save_file(load_file(small), tmp_path / "scale.safetensors", metadata={"scale": "inf"})
+    before = {path.name for path in tmp_path.iterdir()}
     filled = [argument.format(small=small, tmp=tmp_path) for argument in arguments]
     done = invoke("run", *filled)
     assert (done.exit_code, done.stdout) == (2, ""), done.output
     assert done.stderr.startswith("fp8attn: error: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
+    assert message.format(tmp=tmp_path) in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before and (tmp_path / "good.json").read_text() == good
+
+
+def real(*arguments: object, shell: str = 'exec "$@"', **options: Any) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "-c", shell, "sh", sys.executable, "-m", "fp8attn", *map(str, arguments)]
+    return subprocess.run(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options})
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="needs sh")
+
+
+@posix
+@pytest.mark.parametrize("arguments", [["--json", "-"], []])
+def test_nobody_reads_stdout(small: Path, arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = real("run", small, "-r", "fa3", *arguments, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@posix
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_behind_stdout(small: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = real("run", small, "-r", "fa3", "--json", "-", stdout=full)
+    assert done.returncode == 2 and done.stderr.startswith("fp8attn: error: ") and done.stderr.count("\n") == 1
+
+
+@posix
+def test_closed_streams(small: Path, tmp_path: Path) -> None:
+    done = real("run", small, "-r", "fa3", "--json", "-", shell='exec "$@" >&-')
+    assert (done.returncode, done.stderr) == (2, "fp8attn: error: --json - writes to stdout, which is closed\n")
+    assert (lambda d: (d.returncode, d.stderr))(real("run", small, "-r", "fa3", shell='exec "$@" >&-')) == (0, "")
+    done = real("run", small, "-r", "fa3", "--json", "-", shell='exec "$@" 2>&-')
+    assert done.returncode == 0 and strict(done.stdout)["layers"]
+    assert real("run", tmp_path / "absent", shell='exec "$@" 2>&-').returncode == 2
+
+
+def test_values_that_are_not_finite_are_announced(small: Path) -> None:
+    tensors = load_file(small)
+    tensors["layers.3.k"][0, 0, 0, :2] = torch.tensor([torch.nan, torch.inf])
+    tensors["layers.7.v"][0, 0, 0, 0] = -torch.inf
+    assert invoke("run", small, "-r", "fa3").stderr == ""
+    save_file(tensors, small)
+    done = invoke("run", small, "-r", "fa3", "--json", "-")
+    assert done.exit_code == 0 and strict(done.stdout)["layers"]
+    assert done.stderr.startswith("fp8attn: warning: ") and done.stderr.count("\n") == 1
+    assert "layers.3 k (2 of 4096), layers.7 v (1 of 4096)" in done.stderr
+    assert "layers.3" not in invoke("run", small, "-r", "fa3", "--layers", "7").stderr
+
+
+def test_names_from_files_are_printed_not_obeyed(small: Path, tmp_path: Path) -> None:
+    tensors = {
+        f"\x1b[31m[red]evil.{name[-1]}": t for name, t in load_file(small).items() if name.startswith("layers.3")
+    }
+    path, table = tmp_path / "[bold]\x1b]0;title\x07.safetensors", tmp_path / "table.md"
+    save_file(tensors, path, metadata={"model": "a\r\nb\x9b1m\u202e[link=x]c"})
+    recipe = tmp_path / "\x1b[1m.json"
+    recipe.write_text(Recipe().to_json())
+    done = invoke("run", path, "-r", recipe, "--out", table)
+    assert done.exit_code == 0, done.output
+    for text in (done.stdout, table.read_text()):
+        assert all(c.isprintable() or c == "\n" for c in text)
+        assert text.startswith("[bold]\\x1b]0;title\\x07.safetensors (a\\r\\nb\\x9b1m\\u202e[link=x]c): 1 layer")
+        assert "\\x1b[31m[red]evil" in text and "\\x1b[1m" in text
+    raw = strict(invoke("run", path, "-r", recipe, "--json", "-").stdout)
+    assert raw["layers"][0]["layer"] == "\x1b[31m[red]evil", "JSON says what is there, escaped by its own rules"
+
+
+def test_progress_bar_takes_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with cli._progress_bar("comparing") as progress:
+        assert progress is not None
+        progress(1, 2, "[bold]\x07layer")
+    assert "[bold]\\x07layer" in terminal.getvalue()
+
+
+def test_heading_names_the_model_file(small: Path) -> None:
+    tensors = load_file(small)
+    save_file(tensors, small, metadata={"model": "Long Name Ep2", "model_file": "Model-1.5B.Q4_1.gguf"})
+    assert invoke("run", small, "-r", "fa3").stdout.startswith("small.safetensors (Model-1.5B.Q4_1): 2 layers")
 
 
 def test_capture_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fp8attn.analysis.capture as module
+    import fp8attn.analysis.capturing as module
 
     seen: dict[str, Any] = {}
 
@@ -216,7 +319,7 @@ def test_capture_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "capture", record)
     text, out = tmp_path / "text.txt", tmp_path / "qkv.safetensors"
-    done = invoke("capture", text, "--out", out, "--layers", "0,15", "--tokens", 99, "--model", "m.gguf")
+    done = invoke("capture", text, "--out", out, "--layers", "0", "--layers", "15", "--tokens", 99, "--model", "m.gguf")
     assert done.exit_code == 0 and done.stdout == f"wrote {out}\n"
     expected = {"text": text, "out": out, "layers": [0, 15], "max_tokens": 99, "model_path": Path("m.gguf")}
     assert seen == {**expected, "progress": None}
@@ -228,6 +331,8 @@ def test_capture_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.Monke
         (["{tmp}/absent.txt", "--out", "{tmp}/a.safetensors"], "absent.txt"),
         (["{tmp}/t.txt", "--out", "{tmp}/no/a.safetensors"], "no does not exist"),
         (["{tmp}/t.txt", "--out", "{tmp}/t.txt"], "it is the input"),
+        (["{tmp}/t.txt", "--out", "{tmp}/m.gguf", "--model", "{tmp}/m.gguf"], "--out {tmp}/m.gguf: cannot write it"),
+        (["{tmp}/t.txt", "--out", ""], "--out must name a file, got ''"),
         (["{tmp}/t.txt", "--out", "{tmp}/a.safetensors", "--layers", "x"], "--layers must be layer indices"),
     ],
 )
@@ -235,7 +340,7 @@ def test_capture_refusals(arguments: list[str], message: str, tmp_path: Path) ->
     (tmp_path / "t.txt").write_text("a text")
     done = invoke("capture", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("fp8attn: error: ") and message in done.stderr
+    assert done.stderr.startswith("fp8attn: error: ") and message.format(tmp=tmp_path) in done.stderr
 
 
 def test_help_is_short_and_loads_nothing_heavy() -> None:

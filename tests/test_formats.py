@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -135,6 +137,12 @@ def test_error_is_at_most_half_a_step(values: list[float], fmt: Format) -> None:
     # nearest value: half the relative step of a normal, half the absolute step of a subnormal
     bound = torch.maximum(x.abs() * fmt.eps / 2, torch.tensor(fmt.smallest_subnormal / 2, dtype=torch.float64))
     assert ((fmt.round(x.float()).double() - x).abs() <= bound).all()
+
+
+def test_a_copy_of_a_format_rounds_alike() -> None:
+    x = torch.tensor([3.4e38, 1.0, 1e-3])
+    for fmt in FORMATS.values():
+        assert torch.equal(copy.deepcopy(fmt).round(x), fmt.round(x))
 
 
 def test_inputs_are_not_modified() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import fp8attn
 from fp8attn import Recipe
+from fp8attn.scaling import quantize_tensor
 from fp8attn.testing import QKV, AttentionShape, make_qkv, qkv, recipes, shapes
-from fp8attn.transforms import Smoothing
+from fp8attn.transforms import Smoothing, make_transform
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 # Nothing narrower than FP16: what is left is 2^-11 a value, so SDPA's meaning shows, and no FP8 error hides a bug.
@@ -236,6 +241,120 @@ def test_a_sink_takes_weight_and_joins_the_lse() -> None:
         torch.testing.assert_close(out, plain * (plain_lse - expected_lse).exp()[..., None], atol=1e-3, rtol=2e-3)
 
 
+# ---- what surrounds a call
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seqlen", [1, 2, 40])
+def test_autocast_does_not_apply(dtype: torch.dtype, seqlen: int) -> None:
+    data = make_qkv(AttentionShape(1, 2, 2, seqlen, seqlen, 64))
+    expected = fp8attn.attention(*data, is_causal=True)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(fp8attn.attention(*data, is_causal=True), expected)
+        quantized = fp8attn.quantize(*data, is_causal=True)
+        assert torch.equal(fp8attn.attention_quantized(quantized, is_causal=True), expected)
+
+
+def test_the_callers_defaults_and_random_state_do_not_matter() -> None:
+    expected = fp8attn.attention(*DATA, is_causal=True, window=(5, 0), enable_gqa=True)
+    state = torch.random.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        out = fp8attn.attention(*DATA, is_causal=True, window=(5, 0), enable_gqa=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_fake_mode_leaves_nothing_behind() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    transform = make_transform("haar", 24, seed=77)
+    with FakeTensorMode(), contextlib.suppress(AssertionError):  # real and fake tensors do not mix
+        transform.matrix()
+    assert type(transform.matrix()) is torch.Tensor
+    assert type(transform.apply(torch.ones(2, 24))) is torch.Tensor
+
+
+# ---- masks and quantized values
+
+
+def test_a_light_key_is_not_a_hidden_one() -> None:
+    """A very negative mask hides nothing from a row that sees nothing else."""
+    ones = torch.ones(1, 1, 4, 16)
+    mask = torch.tensor([torch.finfo(torch.float32).min, 0, 0, 0]).expand(4, 4)
+    for options in ({"is_causal": True}, {"window": (0, 0)}):
+        assert (fp8attn.attention(ones, ones, ones, mask, **options) == 1).all()
+
+
+def test_an_expanded_mask_means_what_its_parts_do() -> None:
+    mask = torch.rand(33, generator=torch.Generator().manual_seed(5)) > 0.5
+    whole = mask.expand(2, 6, 20, 33)
+    expected = fp8attn.attention(*DATA, whole.clone(), enable_gqa=True)
+    assert torch.equal(fp8attn.attention(*DATA, whole, enable_gqa=True), expected)
+    assert torch.equal(fp8attn.attention(*DATA, mask.view(1, 1, 1, -1), enable_gqa=True), expected)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_keys_left_out_when_quantizing_stay_out(additive: bool) -> None:
+    mask = torch.ones(2, 1, 1, 33, dtype=torch.bool)
+    mask[0, ..., 20:] = False
+    quantized = fp8attn.quantize(*DATA, attn_mask=mask)
+    expected = fp8attn.attention(*DATA, mask, enable_gqa=True)
+    assert torch.equal(fp8attn.attention_quantized(quantized), expected)
+    later = torch.zeros(20, 33) if additive else torch.ones(20, 33, dtype=torch.bool)
+    assert torch.equal(fp8attn.attention_quantized(quantized, later), expected)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (-1, 0)}])
+def test_keys_out_of_reach_when_quantizing_stay_out(options: dict[str, Any]) -> None:
+    q = DATA.q[:, :, :3]
+    beyond = fp8attn.quantize(q, DATA.k, DATA.v, FINE, **options)
+    within = fp8attn.quantize(q, DATA.k[:, :, :3], DATA.v[:, :, :3], FINE)
+    assert torch.equal(fp8attn.attention_quantized(beyond), fp8attn.attention_quantized(within))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.int8}, "dtype must be float32, bfloat16 or float16, got torch.int8"),
+        ({"logit_shift": torch.zeros(2, 6, 20, dtype=torch.int32)}, "logit_shift must be torch.float32 of shape"),
+        ({"logit_shift": torch.zeros(2, 6, 19)}, r"logit_shift must be torch.float32 of shape \(2, 6, 20\), got"),
+        ({"v_mean": torch.zeros(2, 2, 1, 16).half()}, "v_mean must be torch.float32 of shape"),
+        ({"keys_in_use": torch.zeros(2, 32, dtype=torch.bool)}, "keys_in_use must be torch.bool of shape"),
+        ({"recipe": Recipe.from_name("bf16")}, "q must be bf16 by tensor, as its recipe says, got e4m3 by token"),
+        ({"k": quantize_tensor(DATA.k, "e5m2", "block")}, "k must be e4m3 by block"),
+        ({"k": quantize_tensor(DATA.k, "e4m3", "channel")}, "got e4m3 by channel"),
+        ({"q": quantize_tensor(DATA.q[:, :5], "e4m3", "token")}, "must be a multiple of num_kv_heads, got 5 and 2"),
+        ({"q": quantize_tensor(DATA.q[0], "e4m3", "token")}, r"q must have 4 dimensions \(B, H, S, D\)"),
+        ({"q": quantize_tensor(DATA.q[..., :0], "e4m3", "token")}, "head_dim must be at least 1"),
+        ({"v": quantize_tensor(DATA.v[:, :, :9], "e4m3", "channel")}, r"v.codes must be .* of shape \(2, 2, 33, 16\)"),
+    ],
+    ids=lambda x: str(x)[:40] if isinstance(x, str) else "",
+)
+def test_a_quantized_value_fits_together_or_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(fp8attn.quantize(*DATA), **change)
+
+
+def test_a_file_that_lost_a_part_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "qkv.safetensors"
+    fp8attn.quantize(*DATA, Recipe(smooth_k=True)).save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name in tensors:
+        save_file({key: value for key, value in tensors.items() if key != name}, path, metadata)
+        with pytest.raises(ValueError, match=r"qkv.safetensors: "):
+            fp8attn.QuantizedQKV.load(path)
+    for key in ("recipe", "dtype", "q.format", "v.granularity", "extras"):
+        save_file(tensors, path, {**metadata, key: "[" * 100_000})
+        with pytest.raises(ValueError, match=r"qkv.safetensors: "):
+            fp8attn.QuantizedQKV.load(path)
+
+
 # ---- packed sequences
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5)
@@ -310,6 +429,8 @@ def test_merging_empty_states(dtype: torch.dtype) -> None:
 # ---- refusals
 
 Q, K, V = DATA
+NO_TOKENS = torch.zeros(0, 2, 16)
+NO_SEQUENCES = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0]))
 
 
 def call(*args: Any, **options: Any) -> Callable[[], Any]:
@@ -365,7 +486,17 @@ def varlen(**changes: Any) -> Callable[[], Any]:
         (call(Q, K, V, window=(1, 2, 3)), ValueError, r"window must be \(left, right\)"),
         (call(Q, K, V, window=(-2, 0)), ValueError, r"-1 for no limit; .*got \(-2, 0\)"),
         (call(Q, K, V, window=(1.0, 0)), ValueError, r"window must be \(left, right\)"),
-        (call(Q, K, V, scale=float("nan")), ValueError, "scale must be finite, got nan"),
+        (call(Q, K, V, scale=float("nan")), ValueError, "scale must be finite and at most 1e.30, got nan"),
+        (call(Q, K, V, scale=10**400), ValueError, "scale must be finite and at most"),
+        (call(Q, K, V, softcap="a"), TypeError, "softcap must be a number, got str"),
+        (call(Q, K, V, is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
+        (call(Q, K, V, sinks=torch.zeros(6, requires_grad=True)), ValueError, "sinks requires a gradient"),
+        (call(Q, K, V, torch.zeros(20, 33, requires_grad=True)), ValueError, "attn_mask requires a gradient"),
+        (call(Q, K, V, out=torch.zeros(2, 6, 20, 16, requires_grad=True)), ValueError, "out requires a gradient"),
+        (call(Q, K, V, smoothing=1), TypeError, "smoothing must be a fp8attn.transforms.Smoothing, got int"),
+        (call(Q, K, V, smoothing=Smoothing(balance=torch.ones(1, 2, 1, 16, device="meta"))), ValueError, "got meta"),
+        (lambda: Smoothing(balance=torch.zeros(1, 2, 1, 16)), ValueError, "balance must lie between"),
+        (lambda: Smoothing(k_mean=torch.full((1, 2, 1, 16), torch.inf)), ValueError, "k_mean must be finite"),
         (call(Q, K, V, scale="1"), TypeError, "scale must be a number, got str"),
         (
             call(Q, K, V, softcap=-1.0),
@@ -402,6 +533,18 @@ def varlen(**changes: Any) -> Callable[[], Any]:
             varlen(query=torch.zeros(1, 6, 2, 16)),
             ValueError,
             "query must have 3 dimensions",
+        ),
+        (lambda: fp8attn.merge_states([Q.long()], [Q[..., 0]]), ValueError, "outs must be floating tensors"),
+        (lambda: fp8attn.merge_states([Q[0, 0, 0, 0]], [Q]), ValueError, "outs must be floating tensors"),
+        (
+            varlen(query=NO_TOKENS, cu_seqlens_q=torch.tensor([0, 0]), recipe="nope"),
+            ValueError,
+            "unknown recipe 'nope'",
+        ),
+        (
+            varlen(**dict.fromkeys(("query", "key", "value"), NO_TOKENS), backend="nope", **NO_SEQUENCES),
+            ValueError,
+            "backend must be one of auto",
         ),
         (varlen(cu_seqlens_q=[0, 6]), TypeError, "cu_seqlens_q must be an int32 or int64 tensor, got list"),
         (

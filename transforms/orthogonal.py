@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8attn.transforms.hadamard import hadamard, has_hadamard
 
@@ -103,8 +104,9 @@ class Transform:
 # Bounded: 64 matrices of head dim 576 in float64 are 170 MB, of head dim 128 in float32 4 MB.
 @lru_cache(maxsize=64)
 def _matrix(transform: Transform, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # A tensor made under inference_mode could never take part in autograd, and the cache outlives the context.
-    with torch.inference_mode(False), torch.no_grad():
+    # The cache outlives its caller's context: a tensor made under inference_mode could never take part in autograd,
+    # and one made under FakeTensorMode would be a fake ever after.
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         return transform._matrix64().to(dtype=dtype, device=device)
 
 

@@ -47,6 +47,11 @@ class Smoothing:
                     f"{name} must be float32 of shape (batch, num_kv_heads, 1, head_dim), "
                     f"got {value.dtype} of shape {tuple(value.shape)}"
                 )
+            if value is not None and value.device.type == "cpu" and not bool(value.isfinite().all()):
+                raise ValueError(f"{name} must be finite")
+        b = self.balance
+        if b is not None and b.device.type == "cpu" and not bool(((b >= _BALANCE_MIN) & (b <= _BALANCE_MAX)).all()):
+            raise ValueError(f"balance must lie between {_BALANCE_MIN:g} and {_BALANCE_MAX:g}")
 
     def to(self, device: torch.device | str) -> Smoothing:
         """The same statistics on ``device``."""

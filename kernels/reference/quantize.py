@@ -11,9 +11,9 @@ from fp8attn.transforms import Smoothing, balance_factors, channel_mean, make_tr
 
 __all__ = ["fit_smoothing", "quantize_qkv"]
 
-# Finite queries and keys are brought under 4e34, so that no difference to a mean and no FP32 sum of a rotation
-# overflows and makes NaN of infinities. Their logits are beyond any softmax long before.
-_LARGEST = 2.0**115
+# Finite inputs are brought under 1.2e27, so that no difference to a mean, no FP32 sum of a rotation and no sum of 2^24
+# weighted values overflows and makes NaN of infinities.
+_LARGEST = 2.0**90
 _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides
 
 
@@ -30,14 +30,26 @@ def quantize_qkv(
     """Quantize (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) tensors.
 
     ``smoothing`` is fitted to the tokens in use, or given (frozen statistics). ``scale``, the softmax scale, serves the
-    decision of ``smooth_k="auto"`` alone.
+    decision of ``smooth_k="auto"`` alone. Autocast does not apply.
     """
+    with torch.autocast(query.device.type, enabled=False):
+        return _quantize_fp32(query, key, value, recipe, masking, scale, smoothing)
+
+
+def _quantize_fp32(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    scale: float,
+    smoothing: Smoothing | None,
+) -> QuantizedQKV:
     queries_in_use, keys_in_use = masking.in_use
     q, k, v = (
-        _keep(x.to(torch.float32).contiguous(), in_use)  # sums over strided memory would have another order
+        _keep(_bounded(x.to(torch.float32).contiguous()), in_use)  # sums over strided memory would have another order
         for x, in_use in ((query, queries_in_use), (key, keys_in_use), (value, keys_in_use))
     )
-    q, k = _bounded(q), _bounded(k)
     if smoothing is None:
         smoothing = fit_smoothing(q, k, v, recipe, masking, scale=scale)
     group = q.shape[1] // max(1, k.shape[1])
@@ -64,6 +76,7 @@ def quantize_qkv(
         dtype=query.dtype,
         logit_shift=logit_shift,
         v_mean=v_mean,
+        keys_in_use=keys_in_use,
     )
 
 
@@ -97,32 +110,35 @@ def _mean_out_helps(
     q_valid: torch.Tensor,
     k_valid: torch.Tensor,
 ) -> torch.Tensor:
-    """(B, Hkv) boolean, from the attention weights of sampled rows; one batch entry at a time to bound the memory."""
+    """(B, Hkv) boolean, from the attention weights of sampled rows; one kv head at a time to bound the memory."""
     batch, num_q_heads, seqlen_q, _ = q.shape
     num_kv_heads, seqlen_k = k.shape[1], k.shape[2]
     if min(batch, num_kv_heads, seqlen_q, seqlen_k) == 0:
         return torch.zeros(batch, num_kv_heads, dtype=torch.bool, device=q.device)
     rows = torch.linspace(0, seqlen_q - 1, min(seqlen_q, _SAMPLED_ROWS), device=q.device).round().long()
     band = masking.band(rows, torch.arange(seqlen_k, device=q.device))
-    decisions = []
+    group = num_q_heads // num_kv_heads
+    decisions = torch.zeros(batch, num_kv_heads, dtype=torch.bool, device=q.device)
     for b in range(batch):
-        q_rows = q[b : b + 1, :, rows]
-        grouped = q_rows.view(1, num_kv_heads, -1, q.shape[-1])
-        logits = (grouped @ k[b : b + 1].mT).view(1, num_q_heads, len(rows), seqlen_k) * scale
         visible = band & q_valid[b, rows, None] & k_valid[b]
         mask = masking.mask_tile(b, rows, slice(0, seqlen_k))
         if mask is not None:
             visible = visible & (mask if mask.dtype == torch.bool else mask > -torch.inf)
-            logits = logits if mask.dtype == torch.bool else logits + mask
-        weights = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
-        one = slice(b, b + 1)
-        decisions.append(
-            mean_out_helps(
-                q_rows, k[one], weights, q=q[one], rotated=recipe.rotate != "none", balanced=recipe.balance == "rms",
-                q_valid=q_valid[one], k_valid=k_valid[one],
-            )
-        )  # fmt: skip
-    return torch.cat(decisions)
+        for g in range(num_kv_heads):
+            heads = slice(g * group, (g + 1) * group)
+            of_heads = heads if mask is not None and mask.shape[0] > 1 else slice(None)
+            q_rows, keys = q[b : b + 1, heads, rows], k[b : b + 1, g : g + 1]
+            logits = (q_rows @ keys.mT).mul_(scale)
+            if mask is not None and mask.dtype != torch.bool:
+                logits += mask[of_heads]
+            hidden = ~(visible[of_heads] if mask is not None else visible)
+            weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)  # NaN for an empty row, which counts as 0
+            helps = mean_out_helps(
+                q_rows, keys, weights, q=q[b : b + 1, heads], rotated=recipe.rotate != "none",
+                balanced=recipe.balance == "rms", q_valid=q_valid[b : b + 1], k_valid=k_valid[b : b + 1],
+            )  # fmt: skip
+            decisions[b, g] = helps[0, 0]
+    return decisions
 
 
 def _keep(x: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:

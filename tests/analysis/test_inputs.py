@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
+import time
 import zipfile
 
 import numpy as np
@@ -67,8 +69,10 @@ def test_numbers_become_metadata(tmp_path):
     assert load_qkv(tmp_path / "f").causal and load_qkv(tmp_path / "f").scale == 0.25
     write_npz(tmp_path / "f", named(make()), {"scale": "wide"})
     assert not load_qkv(tmp_path / "f").causal
-    with pytest.raises(ValueError, match="scale in the metadata is 'wide'"):
-        _ = load_qkv(tmp_path / "f").scale
+    for scale in ("wide", "nan", "-inf", "1e400"):
+        write_npz(tmp_path / "f", named(make()), {"scale": scale})
+        with pytest.raises(ValueError, match=f"f: scale in the metadata is '{scale}', which is not a finite number"):
+            _ = load_qkv(tmp_path / "f").scale
 
 
 @pytest.mark.parametrize(
@@ -337,6 +341,77 @@ def test_pickled_code_is_not_run(tmp_path):
         **{n: t.numpy() for n, t in named((q, k, v)).items()},
     )
     assert equal(load_qkv(tmp_path / "aside").layers[0], q, k, v) and not marker.exists()
+
+
+def test_refusal_of_code_gives_no_advice_to_run_it(tmp_path):
+    torch.save({**named(make()), "extra": _Bomb(tmp_path / "was-run")}, tmp_path / "f")
+    with pytest.raises(ValueError, match="code in a file is never executed") as caught:
+        load_qkv(tmp_path / "f")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'f'}: a pickle") and f"{os.mkdir.__module__}.mkdir" in message
+    assert "accepted are safetensors" in message and "weights_only" not in message and "torch.load" not in message
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def _cycle():
+    cyclic = {"name": "x"}
+    cyclic["self"] = cyclic
+    return cyclic
+
+
+def _deep(depth):
+    deep = []
+    for _ in range(depth):
+        deep = [deep]
+    return deep
+
+
+def _doubling(depth, content=0):
+    for _ in range(depth):
+        content = [content, content]
+    return content
+
+
+@pytest.mark.parametrize(
+    "content", [_cycle(), _deep(3000), _doubling(26), _doubling(40, []), {"a" * 4_000_000: _doubling(3)}]
+)
+def test_hostile_nesting(tmp_path, content):
+    # The C pickler does not go 3000 deep; Python's does, given the stack.
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(40_000)
+    try:
+        torch.save({**named(make()), "extra": content}, tmp_path / "f")
+    finally:
+        sys.setrecursionlimit(limit)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="f: dicts or lists nested more than 64 deep, in themselves, or over and over"):
+        load_qkv(tmp_path / "f")
+    assert time.monotonic() - start < 30  # unlimited, 2**26 leaves take minutes; limited, a second
+
+
+def test_recursion_and_memory_errors_name_the_file(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RecursionError("too deep")
+
+    torch.save(named(make()), tmp_path / "f")
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(ValueError, match=r"f: a damaged \.pt file, .*too deep"):
+        load_qkv(tmp_path / "f")
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000,), }"
+    with zipfile.ZipFile(tmp_path / "huge", "w") as archive:
+        for name in "qkv":
+            head = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+            archive.writestr(f"{name}.npy", head)
+    with pytest.raises(ValueError, match="huge, qkv: cannot read q"):
+        load_qkv(tmp_path / "huge")
+
+
+def test_layers_may_share_their_tensors_and_odd_keys_are_ignored(tmp_path):
+    shared = named(make())
+    odd = {(0, "q"): torch.zeros(2), None: torch.zeros(2), "empty": [(), ()]}
+    torch.save({"layers": [shared, shared], **odd}, tmp_path / "f")
+    read = load_qkv(tmp_path / "f")
+    assert [layer.index for layer in read.layers] == [0, 1] and equal(read.layers[1], *shared.values())
 
 
 def test_other_files(tmp_path):

@@ -126,7 +126,7 @@ def test_e4m3_weights_are_the_contracts() -> None:
 )
 def test_tiles_do_not_matter(data: QKV, tile_k: int, tile_q: int, v_scale: str) -> None:
     """Integer references make the rounding of P the same in any schedule, but for P's subnormal tail."""
-    masking = Masking(data.q.shape[2], data.k.shape[2], is_causal=True, causal_alignment="bottom_right")
+    masking = Masking(data.q.shape[2], data.k.shape[2], data.q.device, is_causal=True, causal_alignment="bottom_right")
     problem = AttentionProblem(quantize_qkv(*data, Recipe(v_scale=v_scale), masking, scale=0.25), masking, 0.25)
     out, lse = attend(problem)
     other, other_lse = attend(problem, tile_q=tile_q, tile_k=tile_k)
@@ -155,7 +155,7 @@ def test_a_huge_value_token_does_not_take_the_others_weight(magnitude: float) ->
 
 
 def as_problem(data: QKV, recipe: Recipe = Recipe(), **options: Any) -> AttentionProblem:  # noqa: B008 (immutable)
-    masking = Masking(data.q.shape[2], data.k.shape[2])
+    masking = Masking(data.q.shape[2], data.k.shape[2], data.q.device)
     return AttentionProblem(quantize_qkv(*data, recipe, masking, scale=0.25), masking, 0.25, **options)
 
 
@@ -243,6 +243,22 @@ def test_smoothing_changes_neither_softmax_nor_lse(data: QKV) -> None:
     logit_error = 2 * 2**-10 * norms / math.sqrt(data.q.shape[-1])
     assert (a_lse - b_lse).abs().max() <= logit_error + 1e-3
     assert (a - b).abs().max() <= 2 * (logit_error + 2**-10) * float(data.v.abs().max())
+
+
+@pytest.mark.parametrize("recipe", ["default", "bf16", "causal_safe", "fa3_paper", "per_tensor"])
+def test_large_values_of_either_sign_never_give_nan(recipe: str) -> None:
+    data = make_qkv(AttentionShape(1, 2, 2, 4, 300, 16))
+    v = (data.v * 1e38).clamp(-3.4e38, 3.4e38)
+    assert not fp8attn.attention(data.q, data.k, v, recipe=recipe).isnan().any()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 33, 64, 100])
+def test_causal_safe_gives_a_shorter_sequence_the_same_codes(cut: int) -> None:
+    q, k, v = make_qkv(AttentionShape(2, 4, 2, 300, 300, 64), seed=3)
+    run = {"is_causal": True, "enable_gqa": True, "recipe": "causal_safe"}
+    full, short = fp8attn.attention(q, k, v, **run), fp8attn.attention(*(x[:, :, :cut] for x in (q, k, v)), **run)
+    # the same codes and weights; a matrix product of another size may sum in another order: FP32, 128 terms a tile
+    assert (full[:, :, :cut] - short).abs().max() <= 128 * 2**-24 * v.abs().max()
 
 
 @pytest.mark.parametrize("magnitude", [1e-40, 1e-20, 1.0, 1e20, 3e38])

@@ -51,11 +51,16 @@ def test_orthogonal(transform: Transform) -> None:
     assert_orthogonal(transform)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 31, 52, 80, 256, 512, 576])
-@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        (name, dim)
+        for name in TRANSFORM_NAMES
+        for dim in (1, 2, 3, 31, 52, 80, 256, 512, 576)
+        if dim not in (3, 31, 52) or name not in ("hadamard", "random_hadamard")  # these sizes have no matrix
+    ],
+)
 def test_orthogonal_at_every_kind_of_size(name: str, dim: int) -> None:
-    if "hadamard" in name and name != "block_hadamard" and dim in (3, 31, 52):
-        pytest.skip("has no Hadamard matrix")
     assert_orthogonal(make_transform(name, dim, seed=1))
 
 

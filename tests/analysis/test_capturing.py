@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fp8attn.analysis.capture import capture
+from fp8attn.analysis.capturing import capture
 from fp8attn.analysis.inputs import load_qkv, load_sample
 from fp8attn.analysis.llama import LlamaModel, Tokenizer
 

@@ -1,6 +1,6 @@
 """Run a real model over a text and keep the queries, keys and values that its attention sees.
 
->>> from fp8attn.analysis.capture import capture
+>>> from fp8attn.analysis.capturing import capture
 >>> capture("LICENSE", "capture.safetensors", layers=[0, 15], max_tokens=256)     # doctest: +SKIP
 PosixPath('capture.safetensors')
 
