@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import fp8attn
+from fp8attn.analysis import evaluate, load_sample
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -32,6 +34,23 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, object] = {}
     for block in blocks:  # later blocks go on from earlier ones
         exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_readmes_figures_are_the_measured_ones() -> None:
+    mean = json.loads((ROOT / "docs/results/cpu/sample.json").read_text(encoding="utf-8"))["mean"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    for name, figures in mean.items():
+        row = f"| `{name}` | {figures['relative_error']:.4f} | {figures['sqnr_db']:.1f} dB | {figures['cosine']:.5f} |"
+        assert row in readme
+    ratios = [row["times_sdpa"] for row in json.loads((ROOT / "docs/results/cpu/reference.json").read_text())["rows"]]
+    assert f"{sorted(ratios)[-2]:.1f} to {max(ratios):.1f} times" in readme
+
+
+def test_the_committed_sample_result_is_what_a_run_gives() -> None:
+    """Sums in another order move a rare weight across a rounding boundary: 1e-3 of an error is far from any change."""
+    committed = json.loads((ROOT / "docs/results/cpu/sample.json").read_text(encoding="utf-8"))["mean"]
+    for name, figures in evaluate(load_sample())["mean"].items():
+        assert figures["relative_error"] == pytest.approx(committed[name]["relative_error"], rel=1e-3), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
