@@ -18,9 +18,13 @@ def with_outliers(*shape: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def test_flashattention_3_table_3() -> None:
-    """RMSE at 4,096 keys, head dim 128: the paper has 9.1e-3 with block scales and rotation, 2.4e-2 per tensor."""
+    """RMSE at 4,096 keys, head dim 128: the paper has 9.1e-3 with block scales and rotation, 2.4e-2 per tensor.
+
+    Where the few outliers fall makes a single head's figure vary by a fifth; over four heads eight seeds gave 8.0e-3 to
+    8.7e-3, and 1.8e-2 to 2.1e-2 per tensor.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (with_outliers(1, 2, 4096, 128, generator=generator) for _ in range(3))
+    q, k, v = (with_outliers(1, 4, 4096, 128, generator=generator) for _ in range(3))
     exact, _ = exact_attention(q, k, v)
 
     def rmse(recipe: str) -> float:
