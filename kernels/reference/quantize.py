@@ -33,51 +33,40 @@ def quantize_qkv(
     decision of ``smooth_k="auto"`` alone. Autocast does not apply.
     """
     with torch.autocast(query.device.type, enabled=False):
-        return _quantize_fp32(query, key, value, recipe, masking, scale, smoothing)
-
-
-def _quantize_fp32(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    recipe: Recipe,
-    masking: Masking,
-    scale: float,
-    smoothing: Smoothing | None,
-) -> QuantizedQKV:
-    queries_in_use, keys_in_use = masking.in_use
-    q, k, v = (
-        _keep(_bounded(x.to(torch.float32).contiguous()), in_use)  # sums over strided memory would have another order
-        for x, in_use in ((query, queries_in_use), (key, keys_in_use), (value, keys_in_use))
-    )
-    if smoothing is None:
-        smoothing = fit_smoothing(q, k, v, recipe, masking, scale=scale)
-    group = q.shape[1] // max(1, k.shape[1])
-    logit_shift = v_mean = None
-    if smoothing.k_mean is not None:
-        # Products of finite values stay finite in float64; the clamp is the one that logits get.
-        shift = (q.double() * smoothing.k_mean.double().repeat_interleave(group, dim=1)).sum(dim=-1)
-        logit_shift = shift.clamp(-1e38, 1e38).float()
-        k = _keep(k - smoothing.k_mean, keys_in_use)
-    if smoothing.v_mean is not None:
-        v_mean = smoothing.v_mean.expand(v.shape[0], -1, -1, -1)
-        v = _keep(v - v_mean, keys_in_use)
-    if smoothing.balance is not None:
-        q = q * smoothing.balance.repeat_interleave(group, dim=1)
-        k = k / smoothing.balance
-    if recipe.rotate != "none":
-        transform = make_transform(recipe.rotate, q.shape[-1], seed=recipe.seed)
-        q, k = transform.apply(q), transform.apply(k)
-    return QuantizedQKV(
-        q=quantize_tensor(q, recipe.qk_format, recipe.q_scale, scale_mode=recipe.scale_mode),
-        k=quantize_tensor(k, recipe.qk_format, recipe.k_scale, scale_mode=recipe.scale_mode),
-        v=quantize_tensor(v, recipe.v_format, recipe.v_scale, scale_mode=recipe.scale_mode),
-        recipe=recipe,
-        dtype=query.dtype,
-        logit_shift=logit_shift,
-        v_mean=v_mean,
-        keys_in_use=keys_in_use,
-    )
+        queries_in_use, keys_in_use = masking.in_use
+        # Contiguous, because sums over strided memory would have another order and the answer other bits.
+        q, k, v = (
+            _keep(_bounded(x.to(torch.float32).contiguous()), in_use)
+            for x, in_use in ((query, queries_in_use), (key, keys_in_use), (value, keys_in_use))
+        )
+        if smoothing is None:
+            smoothing = fit_smoothing(q, k, v, recipe, masking, scale=scale)
+        group = q.shape[1] // max(1, k.shape[1])
+        logit_shift = v_mean = None
+        if smoothing.k_mean is not None:
+            # Products of finite values stay finite in float64; the clamp is the one that logits get.
+            shift = (q.double() * smoothing.k_mean.double().repeat_interleave(group, dim=1)).sum(dim=-1)
+            logit_shift = shift.clamp(-1e38, 1e38).float()
+            k = _keep(k - smoothing.k_mean, keys_in_use)
+        if smoothing.v_mean is not None:
+            v_mean = smoothing.v_mean.expand(v.shape[0], -1, -1, -1)
+            v = _keep(v - v_mean, keys_in_use)
+        if smoothing.balance is not None:
+            q = q * smoothing.balance.repeat_interleave(group, dim=1)
+            k = k / smoothing.balance
+        if recipe.rotate != "none":
+            transform = make_transform(recipe.rotate, q.shape[-1], seed=recipe.seed)
+            q, k = transform.apply(q), transform.apply(k)
+        return QuantizedQKV(
+            q=quantize_tensor(q, recipe.qk_format, recipe.q_scale, scale_mode=recipe.scale_mode),
+            k=quantize_tensor(k, recipe.qk_format, recipe.k_scale, scale_mode=recipe.scale_mode),
+            v=quantize_tensor(v, recipe.v_format, recipe.v_scale, scale_mode=recipe.scale_mode),
+            recipe=recipe,
+            dtype=query.dtype,
+            logit_shift=logit_shift,
+            v_mean=v_mean,
+            keys_in_use=keys_in_use,
+        )
 
 
 def fit_smoothing(
