@@ -174,7 +174,7 @@ def attention_quantized(
     if not isinstance(qkv, QuantizedQKV):
         raise TypeError(f"qkv must be a QuantizedQKV as fp8attn.quantize makes it, got {type(qkv).__name__}")
     q, k, v = qkv.q, qkv.k, qkv.v
-    inputs = _Inputs(q.codes, k.codes, v.codes, "bhsd", False)
+    inputs = _Inputs(*(x.codes.new_empty(1).expand(x.shape) for x in (q, k, v)), "bhsd", False)  # for their shapes
     masking = _masking(inputs, attn_mask, is_causal, causal_alignment, window)
     if qkv.keys_in_use is not None:
         masking = masking.without_keys(qkv.keys_in_use)

@@ -27,16 +27,19 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "balance": ("rms", "none"),
     "smooth_k": ("auto", True, False),
     "smooth_v": (True, False),
-    "qk_format": ("e4m3", "e5m2", "int8", "fp16", "bf16"),
+    "q_format": ("e4m3", "e5m2", "int8", "fp16", "bf16"),
+    "k_format": ("e4m3", "e5m2", "int8", "fp16", "bf16"),
     "v_format": ("e4m3", "e5m2", "fp16", "bf16"),
     "p_format": ("e4m3", "e5m2", "fp16", "bf16"),
     "scale_mode": ("fp32", "pow2"),
     "accumulation": ("fp32", "tensor_core", "tensor_core_two_level"),
 }
-# A tensor core multiplies P and V of one width; FP8 codes of V widen to 16 bits without loss, the other way is a loss.
-_P_FORMATS = {
+# What Q may be beside K, and P beside V. A tensor core multiplies operands of one width; FP8 codes of K and V widen to
+# 16 bits without loss, the other way is a loss.
+_BESIDE = {
     "e4m3": ("e4m3", "e5m2", "fp16", "bf16"),
     "e5m2": ("e4m3", "e5m2", "fp16", "bf16"),
+    "int8": ("int8",),
     "fp16": ("fp16",),
     "bf16": ("bf16",),
 }
@@ -57,8 +60,8 @@ class Recipe:
         q_scale, k_scale: granularity of the scales: token, block, block:n, head or tensor (a scale per channel cannot
             leave the dot product).
         v_scale: granularity: channel, head, tensor, block, block:n or token.
-        qk_format, v_format, p_format: e4m3, e5m2, fp16 or bf16, and int8 for q and k; P may be 16 bits wide beside
-            an FP8 V ("mixed").
+        q_format, k_format, v_format, p_format: e4m3, e5m2, fp16 or bf16, and int8 for q and k together. Q may be 16
+            bits wide beside an FP8 K, and P beside an FP8 V: the mixed mode, in which K and V are expanded.
         scale_mode: ``"fp32"``, or ``"pow2"`` for powers of two.
         accumulation: ``"fp32"`` (two-level: every tile is summed in FP32). For studies, two models of a tensor core
             that keeps 13 fraction bits: ``"tensor_core"`` keeps one accumulator in it for all keys,
@@ -76,7 +79,8 @@ class Recipe:
     q_scale: str = "token"
     k_scale: str = "block"
     v_scale: str = "channel"
-    qk_format: str = "e4m3"
+    q_format: str = "e4m3"
+    k_format: str = "e4m3"
     v_format: str = "e4m3"
     p_format: str = "e4m3"
     scale_mode: str = "fp32"
@@ -100,11 +104,13 @@ class Recipe:
                     f"{name}='channel' is impossible: a scale per channel cannot be taken out of the dot product q.k; "
                     "accepted: token, block, block:<tokens>, head, tensor (balance='rms' evens channels out)"
                 )
-        if self.p_format not in _P_FORMATS[self.v_format]:
-            raise ValueError(
-                f"p_format={self.p_format!r} is impossible with v_format={self.v_format!r}; "
-                f"accepted: {_listed(_P_FORMATS[self.v_format])}"
-            )
+        for left, right in (("q_format", "k_format"), ("p_format", "v_format")):
+            accepted = _BESIDE[getattr(self, right)]
+            if getattr(self, left) not in accepted:
+                raise ValueError(
+                    f"{left}={getattr(self, left)!r} is impossible with {right}={getattr(self, right)!r}; "
+                    f"accepted: {_listed(accepted)}"
+                )
         if self.accumulation == "tensor_core" and self.v_scale.startswith(("token", "block")):
             raise ValueError(
                 f"accumulation='tensor_core' is impossible with v_scale={self.v_scale!r}: one accumulator for all keys "
@@ -114,7 +120,7 @@ class Recipe:
     @property
     def quantizes(self) -> bool:
         """Whether anything is narrower than 16 bits."""
-        return any(get_format(f).dtype.itemsize == 1 for f in (self.qk_format, self.v_format, self.p_format))
+        return any(get_format(f).dtype.itemsize == 1 for f in (self.q_format, self.k_format, self.v_format))
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed."""
@@ -184,14 +190,22 @@ _PLAIN = Recipe(rotate="none", balance="none", smooth_k=False, q_scale="head", k
 #: ``default``: balanced, rotated, fine scales. ``per_tensor``: the plain baseline. ``fa3``: one scale a head and
 #: nothing else, as FlashAttention-3's released kernels (which share q's scale over the query heads of a kv head).
 #: ``fa3_paper``: block scales and a rotation, as its paper. ``causal_safe``: nothing is fitted to or scaled by later
-#: tokens. ``bf16``: no quantization.
+#: tokens. ``mixed``: FP8 keys and values, queries and weights in 16 bits. ``bf16``: no quantization.
 PRESETS: dict[str, Recipe] = {
     "default": Recipe(),
     "per_tensor": dataclasses.replace(_PLAIN, q_scale="tensor", k_scale="tensor", v_scale="tensor"),
     "fa3": _PLAIN,
     "fa3_paper": Recipe(balance="none", smooth_k=False, q_scale="block", k_scale="block", v_scale="block"),
     "causal_safe": Recipe(balance="none", smooth_k=False, q_scale="token", k_scale="token", v_scale="token"),
+    "mixed": Recipe(q_format="fp16", p_format="fp16"),
     "bf16": dataclasses.replace(
-        _PLAIN, q_scale="tensor", k_scale="tensor", v_scale="tensor", qk_format="bf16", v_format="bf16", p_format="bf16"
+        _PLAIN,
+        q_scale="tensor",
+        k_scale="tensor",
+        v_scale="tensor",
+        q_format="bf16",
+        k_format="bf16",
+        v_format="bf16",
+        p_format="bf16",
     ),
 }

@@ -19,6 +19,7 @@ nothing but underflow). What it buys is range, and with FP32 scales the exactnes
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -35,6 +36,13 @@ __all__ = ["ClipCounts", "Granularity", "QuantizationWarning", "QuantizedTensor"
 
 _TINY = torch.finfo(torch.float32).tiny
 _SCALE_MODES = ("fp32", "pow2")
+
+#: How codes lie in memory. ``"rows"``: (..., S, D), a token's channels together. ``"permuted_columns"``: (..., D, S'),
+#: a channel's tokens together, S' being S rounded up to a multiple of 16 with codes of zero, and the tokens of every
+#: group of 16 in the order ``TOKEN_ORDER``. FP8 tensor cores need values so: they take both operands with the summed
+#: axis together, and in this order the registers that a softmax weight is computed in are those it is multiplied from.
+LAYOUTS = ("rows", "permuted_columns")
+TOKEN_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 
 class QuantizationWarning(UserWarning):
@@ -119,11 +127,13 @@ class QuantizedTensor:
     """Codes with their scales; the value is ``code * scale``.
 
     Attributes:
-        codes: (..., S, D) in the format's dtype.
+        codes: (..., S, D) in the format's dtype, or as ``layout`` says.
         scale: FP32, finite and positive, in the shape of the module's table.
         format: what the codes mean.
         granularity: which codes share a scale.
         clipped: (saturated, underflowed) counts, int64 of shape (2,), when the scale was static; else None.
+        layout: one of ``LAYOUTS``; everything but ``codes`` itself is the same in either.
+        seqlen: S, where the layout pads it; else None.
     """
 
     codes: torch.Tensor
@@ -131,13 +141,19 @@ class QuantizedTensor:
     format: Format
     granularity: Granularity
     clipped: torch.Tensor | None = None
+    layout: str = "rows"
+    seqlen: int | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dtype != self.format.dtype:
             raise ValueError(f"codes have dtype {self.codes.dtype}, format {self.format.name} has {self.format.dtype}")
         if self.codes.dim() < 2:
             raise ValueError(f"codes must have at least 2 dimensions (..., S, D), got {tuple(self.codes.shape)}")
-        shape = self.granularity.scale_shape(self.codes.shape)
+        if self.layout not in LAYOUTS or (self.seqlen is None) != (self.layout == "rows"):
+            raise ValueError(f"layout must be one of {LAYOUTS}, the second with a seqlen, got {self.layout!r}")
+        if self.seqlen is not None and self.codes.shape[-1] != _padded(self.seqlen):
+            raise ValueError(f"codes of {self.seqlen} tokens must be padded to 16, got shape {tuple(self.codes.shape)}")
+        shape = self.granularity.scale_shape(self.shape)
         if self.scale.dtype != torch.float32 or self.scale.shape != shape:
             got = f"{self.scale.dtype} {tuple(self.scale.shape)}"
             raise ValueError(f"scale must be float32 of shape {tuple(shape)} ({self.granularity}), got {got}")
@@ -147,7 +163,10 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        return self.codes.shape
+        """(..., S, D) in any layout."""
+        if self.seqlen is None:
+            return self.codes.shape
+        return torch.Size([*self.codes.shape[:-2], self.seqlen, self.codes.shape[-2]])
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +174,34 @@ class QuantizedTensor:
 
     def expanded_scale(self) -> torch.Tensor:
         """The scale, broadcastable against the codes."""
-        return self.granularity.expand(self.scale, self.codes.shape[-2])
+        return self.granularity.expand(self.scale, self.shape[-2])
+
+    def rows(self) -> torch.Tensor:
+        """The codes as (..., S, D) in any layout."""
+        if self.seqlen is None:
+            return self.codes
+        *lead, channels, padded = self.codes.shape
+        groups = _as_bytes(self.codes).reshape(*lead, channels, padded // 16, 4, 2, 2)
+        columns = groups.transpose(-3, -2).reshape(*lead, channels, padded)[..., : self.seqlen]
+        return columns.mT.contiguous().view(self.codes.dtype)
+
+    def to_layout(self, layout: str) -> QuantizedTensor:
+        """The same value with its codes in another of ``LAYOUTS``; itself if they are in it.
+
+        >>> quantized = quantize_tensor(torch.randn(20, 8), "e4m3", "token")
+        >>> permuted = quantized.to_layout("permuted_columns")
+        >>> permuted.codes.shape, bool((permuted.dequantize() == quantized.dequantize()).all())
+        (torch.Size([8, 32]), True)
+        """
+        if layout == self.layout:
+            return self
+        codes, seqlen = self.rows(), None
+        if layout == "permuted_columns":
+            seqlen = codes.shape[-2]
+            columns = torch.nn.functional.pad(_as_bytes(codes).mT, (0, _padded(seqlen) - seqlen))
+            groups = columns.reshape(*columns.shape[:-1], _padded(seqlen) // 16, 2, 4, 2)
+            codes = groups.transpose(-3, -2).reshape(columns.shape).view(codes.dtype)
+        return dataclasses.replace(self, codes=codes, layout=layout, seqlen=seqlen)
 
     def dequantize(self) -> torch.Tensor:
         """FP32 values, shape (..., S, D).
@@ -165,22 +211,22 @@ class QuantizedTensor:
         >>> bool(((quantized.dequantize() - x).abs() <= x.abs() / 16 + quantized.expanded_scale() * 2**-10).all())
         True
         """
-        return self.format.decode(self.codes) * self.expanded_scale()
+        return self.format.decode(self.rows()) * self.expanded_scale()
 
     def clip_counts(self) -> ClipCounts | None:
         """What a static scale did (waits for a GPU); None for a dynamic scale, which clips nothing finite."""
         if self.clipped is None:
             return None
         saturated, underflowed = self.clipped.tolist()
-        return ClipCounts(saturated, underflowed, self.codes.numel())
+        return ClipCounts(saturated, underflowed, self.shape.numel())
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         clipped = None if self.clipped is None else self.clipped.to(device)
-        return QuantizedTensor(self.codes.to(device), self.scale.to(device), self.format, self.granularity, clipped)
+        return dataclasses.replace(self, codes=self.codes.to(device), scale=self.scale.to(device), clipped=clipped)
 
     def to_tensors(self, prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Tensors and metadata for a safetensors file; ``from_tensors`` is the way back."""
-        tensors = {f"{prefix}codes": self.codes.contiguous(), f"{prefix}scale": self.scale.contiguous()}
+        """Tensors and metadata for a safetensors file, in rows; ``from_tensors`` is the way back."""
+        tensors = {f"{prefix}codes": self.rows().contiguous(), f"{prefix}scale": self.scale.contiguous()}
         if self.clipped is not None:
             tensors[f"{prefix}clipped"] = self.clipped
         return tensors, {f"{prefix}format": self.format.name, f"{prefix}granularity": str(self.granularity)}
@@ -261,6 +307,15 @@ def quantize_tensor(
     else:
         computed = x.new_ones(shape)
     return QuantizedTensor(fmt.cast(x / granularity.expand(computed, x.shape[-2])), computed, fmt, granularity)
+
+
+def _padded(seqlen: int) -> int:
+    return -(-seqlen // 16) * 16
+
+
+def _as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """FP8 codes as bytes, because torch copies and pads those on every device."""
+    return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
 
 
 def ceil_pow2(x: torch.Tensor) -> torch.Tensor:

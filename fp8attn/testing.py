@@ -373,7 +373,7 @@ _RECIPE_FIELDS: dict[str, tuple[Any, ...]] = {
     "q_scale": ("tensor", "head", "block", "block:64", "token"),
     "k_scale": ("tensor", "head", "block", "block:64", "token"),
     "v_scale": ("tensor", "head", "block", "block:64", "token", "channel"),
-    "qk_format": ("e4m3", "e5m2", "int8", "fp16", "bf16"),
+    "k_format": ("e4m3", "e5m2", "int8", "fp16", "bf16"),
     "v_format": ("e4m3", "e5m2", "fp16", "bf16"),
     "scale_mode": ("fp32", "pow2"),
 }
@@ -383,10 +383,11 @@ _RECIPE_FIELDS: dict[str, tuple[Any, ...]] = {
 def _recipes(draw: st.DrawFn, fixed: dict[str, Any]) -> Recipe:
     choices = {name: st.sampled_from(values) for name, values in _RECIPE_FIELDS.items()} | {"seed": _SEEDS}
     values = {name: draw(strategy) for name, strategy in (choices | fixed).items()}
-    if "p_format" not in values:
-        # A 16-bit V needs P in the same format.
-        narrow = values["v_format"] in ("e4m3", "e5m2")
-        values["p_format"] = draw(st.sampled_from(("e4m3", "e5m2", "fp16", "bf16"))) if narrow else values["v_format"]
+    for left, right in (("q_format", "k_format"), ("p_format", "v_format")):
+        if left not in values:
+            # Beside an FP8 operand the other may have any float format; INT8 and 16 bits need their like.
+            narrow = values[right] in ("e4m3", "e5m2")
+            values[left] = draw(st.sampled_from(("e4m3", "e5m2", "fp16", "bf16"))) if narrow else values[right]
     return Recipe(**values)
 
 

@@ -156,11 +156,11 @@ class QuantizedQKV:
     def __post_init__(self) -> None:
         q, k, v, recipe = self.q, self.k, self.v, self.recipe
         for name, part, fmt, granularity in (
-            ("q", q, recipe.qk_format, recipe.q_scale),
-            ("k", k, recipe.qk_format, recipe.k_scale),
+            ("q", q, recipe.q_format, recipe.q_scale),
+            ("k", k, recipe.k_format, recipe.k_scale),
             ("v", v, recipe.v_format, recipe.v_scale),
         ):
-            if part.codes.dim() != 4:
+            if len(part.shape) != 4:
                 raise ValueError(f"{name} must have 4 dimensions (B, H, S, D), got {tuple(part.shape)}")
             if (part.format.name, part.granularity) != (fmt, Granularity.parse(granularity)):
                 got = f"{part.format.name} by {part.granularity}"
@@ -171,9 +171,13 @@ class QuantizedQKV:
             raise ValueError(f"head_dim must be at least 1, got {head_dim} for q and {head_dim_v} for v")
         if num_q_heads != num_kv_heads and (num_kv_heads == 0 or num_q_heads % num_kv_heads):
             raise ValueError(f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}")
+        for name, part, expected in (
+            ("k", k, (batch, num_kv_heads, seqlen_k, head_dim)),
+            ("v", v, (batch, num_kv_heads, seqlen_k, head_dim_v)),
+        ):
+            if tuple(part.shape) != expected:
+                raise ValueError(f"{name}.codes must be of shape {expected}, got {tuple(part.shape)}")
         for name, tensor, dtype, shapes in (
-            ("k.codes", k.codes, k.codes.dtype, [(batch, num_kv_heads, seqlen_k, head_dim)]),
-            ("v.codes", v.codes, v.codes.dtype, [(batch, num_kv_heads, seqlen_k, head_dim_v)]),
             ("logit_shift", self.logit_shift, torch.float32, [(batch, num_q_heads, seqlen_q)]),
             ("v_mean", self.v_mean, torch.float32, [(batch, num_kv_heads, 1, head_dim_v)]),
             ("keys_in_use", self.keys_in_use, torch.bool, [(batch, seqlen_k), (1, seqlen_k)]),

@@ -23,7 +23,7 @@ from fp8attn.transforms import Smoothing, make_transform
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 # Nothing narrower than FP16: what is left is 2^-11 a value, so SDPA's meaning shows, and no FP8 error hides a bug.
-FINE = Recipe.from_name("bf16").replace(qk_format="fp16", v_format="fp16", p_format="fp16")
+FINE = Recipe.from_name("bf16").replace(q_format="fp16", k_format="fp16", v_format="fp16", p_format="fp16")
 DATA = make_qkv(AttentionShape(2, 6, 2, 20, 33, 16), seed=1)
 
 
@@ -331,7 +331,7 @@ def test_keys_out_of_reach_when_quantizing_stay_out(options: dict[str, Any]) -> 
         ({"q": quantize_tensor(DATA.q[:, :5], "e4m3", "token")}, "must be a multiple of num_kv_heads, got 5 and 2"),
         ({"q": quantize_tensor(DATA.q[0], "e4m3", "token")}, r"q must have 4 dimensions \(B, H, S, D\)"),
         ({"q": quantize_tensor(DATA.q[..., :0], "e4m3", "token")}, "head_dim must be at least 1"),
-        ({"v": quantize_tensor(DATA.v[:, :, :9], "e4m3", "channel")}, r"v.codes must be .* of shape \(2, 2, 33, 16\)"),
+        ({"v": quantize_tensor(DATA.v[:, :, :9], "e4m3", "channel")}, r"v.codes must be of shape \(2, 2, 33, 16\)"),
     ],
     ids=lambda x: str(x)[:40] if isinstance(x, str) else "",
 )

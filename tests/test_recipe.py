@@ -54,7 +54,7 @@ def test_presets_are_what_they_say() -> None:
         ({"q_scale": "channel"}, r"q_scale='channel' is impossible: .*accepted: token, block, block:<tokens>, head"),
         ({"k_scale": "channel"}, r"k_scale='channel' is impossible"),
         ({"v_scale": "row"}, r"v_scale: unknown granularity 'row'; accepted: tensor, head"),
-        ({"qk_format": "fp4"}, r"qk_format must be one of 'e4m3', 'e5m2', 'int8', 'fp16', 'bf16', got 'fp4'"),
+        ({"q_format": "fp4"}, r"q_format must be one of 'e4m3', 'e5m2', 'int8', 'fp16', 'bf16', got 'fp4'"),
         ({"v_format": "int8"}, r"v_format must be one of 'e4m3'"),
         ({"p_format": "int8"}, r"p_format must be one of 'e4m3'"),
         ({"v_format": "bf16"}, r"p_format='e4m3' is impossible with v_format='bf16'; accepted: 'bf16'"),

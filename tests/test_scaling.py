@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fp8attn.formats import E4M3, FORMATS
-from fp8attn.scaling import Granularity, QuantizationWarning, QuantizedTensor, ceil_pow2, quantize_tensor
+from fp8attn.scaling import TOKEN_ORDER, Granularity, QuantizationWarning, QuantizedTensor, ceil_pow2, quantize_tensor
 from fp8attn.testing import scales
 
 GRANULARITIES = ("tensor", "head", "block", "block:7", "token", "channel")
@@ -186,6 +186,34 @@ def test_a_block_may_be_longer_than_the_sequence() -> None:
     for size in (41, 10**9, 10**30):
         quantized = quantize_tensor(x, "e4m3", f"block:{size}")
         assert torch.equal(quantized.dequantize(), quantize_tensor(x, "e4m3", "head").dequantize())
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 15, 16, 33])
+@pytest.mark.parametrize("fmt", ["e4m3", "int8", "fp16"])
+def test_layouts_hold_the_same_value(fmt: str, seqlen: int, tmp_path: Path) -> None:
+    rows = quantize_tensor(randn(2, 3, seqlen, 8), fmt, "token")
+    permuted = rows.to_layout("permuted_columns")
+    assert permuted.shape == rows.shape == (2, 3, seqlen, 8)
+    assert permuted.codes.shape == (2, 3, 8, -(-seqlen // 16) * 16) and permuted.codes.is_contiguous()
+    padded = torch.nn.functional.pad(rows.codes.float(), (0, 0, 0, -seqlen % 16))
+    for position in range(padded.shape[-2]):  # straight from the definition
+        token = position // 16 * 16 + TOKEN_ORDER[position % 16]
+        assert torch.equal(permuted.codes[..., position].float(), padded[..., token, :])
+    for same in (permuted.to_layout("rows"), permuted.to("cpu").to_layout("rows")):
+        assert torch.equal(same.codes.view(torch.int8), rows.codes.view(torch.int8)) and same.seqlen is None
+    assert torch.equal(permuted.dequantize(), rows.dequantize())
+    permuted.save(tmp_path / "x.safetensors")
+    loaded = QuantizedTensor.load(tmp_path / "x.safetensors")
+    assert loaded.layout == "rows" and torch.equal(loaded.dequantize(), rows.dequantize())
+
+
+def test_layouts_are_checked() -> None:
+    rows = quantize_tensor(randn(20, 8), "e4m3", "token")
+    for layout, seqlen in (("columns", 20), ("rows", 20), ("permuted_columns", None)):
+        with pytest.raises(ValueError, match="layout must be one of"):
+            QuantizedTensor(rows.codes, rows.scale, rows.format, rows.granularity, None, layout, seqlen)
+    with pytest.raises(ValueError, match=r"codes of 20 tokens must be padded to 16, got shape \(8, 20\)"):
+        QuantizedTensor(rows.codes.T, rows.scale, rows.format, rows.granularity, None, "permuted_columns", 20)
 
 
 def test_static_scale_counts_and_warns() -> None:

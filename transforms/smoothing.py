@@ -4,9 +4,9 @@ Taking a mean key c out of K shifts all logits of a row alike, and dividing K's 
 leaves every logit unchanged: q (k - c) = q k - q c and (q b)(k / b) = q k.
 
 Shapes: q (B, Hq, Sq, D), k (B, Hkv, Sk, D) with Hq a multiple of Hkv, query head h reading kv head h // (Hq / Hkv).
-Statistics are per sequence and kv head, (B, Hkv, 1, D) in float32, over the tokens that ``valid`` (B, S) marks; what
-the other tokens hold does not matter, NaN included. A NaN or infinity in a valid token makes its channel's statistic
-non-finite. Nothing here waits for the device or changes its arguments.
+Statistics are per sequence and kv head, (B, Hkv, 1, D) in float32, over the tokens that ``valid``, (B, S) or (B, H, S),
+marks; what the other tokens hold does not matter, NaN included. A NaN or infinity in a valid token makes its channel's
+statistic non-finite. Nothing here waits for the device or changes its arguments.
 
 Rounding to a floating format has a relative error of variance e^2 (7.0e-4 for E4M3), independent of magnitude. The
 error of a logit q.k of rounded q and k then has variance 2 e^2 sum_i q_i^2 k_i^2; after a random rotation, which
@@ -60,7 +60,7 @@ class Smoothing:
 
 
 def channel_mean(x: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean over the valid tokens: (B, H, S, D), valid (B, S) bool -> (B, H, 1, D) float32; 0 where there are none.
+    """Mean over the valid tokens: (B, H, S, D), valid bool -> (B, H, 1, D) float32; 0 where there are none.
 
     >>> x = torch.tensor([1.0, 3.0, float("nan")]).view(1, 1, 3, 1)
     >>> channel_mean(x, torch.tensor([[True, True, False]])).item()
@@ -94,9 +94,10 @@ def balance_factors(
     3.0
     """
     group = _group_size(q, k)
-    # One long sequence a kv head, its validity repeated for each query head
-    pooled = _grouped(q, group)
-    pooled_valid = None if q_valid is None else _checked_valid(q_valid, q, "q_valid").repeat(1, group)
+    # One long sequence a kv head, of all its query heads' tokens
+    pooled, pooled_valid = _grouped(q, group), None
+    if q_valid is not None:
+        pooled_valid = _grouped(_checked_valid(q_valid, q, "q_valid").expand(*q.shape[:3], 1), group).squeeze(-1)
     q_rms, k_rms = channel_rms(pooled, pooled_valid), channel_rms(k, k_valid)
     usable = (q_rms > 0) & (k_rms > 0)  # an rms over infinity is NaN, so neither passes
     # The roots before the quotient, which then stays far from the limits of float32.
@@ -157,19 +158,20 @@ def mean_out_helps(
             key that is not valid. All valid keys alike when None.
         rotated, balanced: what else is done to q and k.
         q: (B, Hq, Sq, D), all queries, to fit the balance; ``q_rows`` if None.
-        q_valid: (B, Sq), the valid tokens of ``q``. Rows of ``q_rows`` that are not valid need weight 0 throughout.
-        k_valid: (B, Sk), the valid keys.
+        q_valid: (B, Sq) or (B, Hq, Sq), the valid tokens of ``q``. Rows of ``q_rows`` that are not valid need weight 0
+            throughout.
+        k_valid: (B, Sk) or (B, Hkv, Sk), the valid keys.
     """
     group = _group_size(q_rows, k)
     grouped_weights = _grouped_weights(weights, q_rows, k)
     rows, keys = q_rows.float(), k.float()
     # Padding may hold NaN, which a weight of 0 would not stop; a key set to 0 adds nothing, whatever its weight.
     if q is None and q_valid is not None:
-        rows = torch.where(_checked_valid(q_valid, q_rows, "q_valid")[:, None, :, None], rows, 0.0)
+        rows = torch.where(_checked_valid(q_valid, q_rows, "q_valid"), rows, 0.0)
     rows = _grouped(rows, group)
     if grouped_weights is not None:
         rows = torch.where((grouped_weights != 0).any(-1, keepdim=True), rows, 0.0)
-    keep = None if k_valid is None else _checked_valid(k_valid, k, "k_valid")[:, None, :, None]
+    keep = None if k_valid is None else _checked_valid(k_valid, k, "k_valid")
     if keep is not None:
         keys = torch.where(keep, keys, 0.0)
     # Common factors change no comparison, and keep the errors that are compared within float32's range.
@@ -236,8 +238,8 @@ def _relative(x: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor
     count: torch.Tensor | int = max(x.shape[2], 1)
     if valid is not None:
         keep = _checked_valid(valid, x, "valid")
-        values = torch.where(keep[:, None, :, None], values, 0.0)
-        count = keep.sum(1).clamp(min=1)[:, None, None, None]
+        values = torch.where(keep, values, 0.0)
+        count = keep.sum(2, keepdim=True).clamp(min=1)
     amax = _amax(values, (2,))
     return values / amax, amax, count
 
@@ -251,13 +253,16 @@ def _amax(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def _checked_valid(valid: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+    """``valid`` as (B, 1 or H, S, 1), to broadcast against x (B, H, S, D)."""
     if valid.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean, got {valid.dtype}")
-    if valid.shape != (x.shape[0], x.shape[2]):
+    per_token, per_head = (x.shape[0], x.shape[2]), tuple(x.shape[:3])
+    if tuple(valid.shape) not in (per_token, per_head):
         raise ValueError(
-            f"{name} must have shape (batch, seqlen) = {(x.shape[0], x.shape[2])}, got {tuple(valid.shape)}"
+            f"{name} must have shape (batch, seqlen) = {per_token} or (batch, heads, seqlen) = {per_head}, "
+            f"got {tuple(valid.shape)}"
         )
-    return valid
+    return valid[:, None, :, None] if valid.ndim == 2 else valid[..., None]
 
 
 def _group_size(q: torch.Tensor, k: torch.Tensor) -> int:

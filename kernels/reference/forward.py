@@ -143,7 +143,7 @@ def _decode_kv(problem: AttentionProblem, batch: int) -> _KeysValues:
     k, v = problem.qkv.k, problem.qkv.v
     k_scale = k.expanded_scale().expand(*k.shape[:3], 1)[batch]
     v_scale = v.expanded_scale()[batch] if v.granularity.kind in ("token", "block") else None
-    return _KeysValues(k.format.decode(k.codes[batch]), k_scale, v.format.decode(v.codes[batch]), v_scale)
+    return _KeysValues(k.format.decode(k.rows()[batch]), k_scale, v.format.decode(v.rows()[batch]), v_scale)
 
 
 def _attend_rows(
@@ -161,7 +161,7 @@ def _attend_rows(
     num_kv_heads, num_rows = k.shape[0], rows.stop - rows.start
     per_kv_head = (num_kv_heads, group * num_rows, -1)  # one product serves all query heads of a kv head
 
-    q = qkv.q.format.decode(qkv.q.codes[batch, :, rows]).reshape(*per_kv_head[:2], qkv.q.shape[-1])
+    q = qkv.q.format.decode(qkv.q.rows()[batch, :, rows]).reshape(*per_kv_head[:2], qkv.q.shape[-1])
     q_scale = qkv.q.expanded_scale().expand(*qkv.q.shape[:3], 1)[batch, :, rows]
     # Logits go to log2 units with the scales, except that a softcap acts on natural ones.
     units = 1.0 if problem.softcap is not None else LOG2E

@@ -58,8 +58,8 @@ def quantize_qkv(
             transform = make_transform(recipe.rotate, q.shape[-1], seed=recipe.seed)
             q, k = transform.apply(q), transform.apply(k)
         return QuantizedQKV(
-            q=quantize_tensor(q, recipe.qk_format, recipe.q_scale, scale_mode=recipe.scale_mode),
-            k=quantize_tensor(k, recipe.qk_format, recipe.k_scale, scale_mode=recipe.scale_mode),
+            q=quantize_tensor(q, recipe.q_format, recipe.q_scale, scale_mode=recipe.scale_mode),
+            k=quantize_tensor(k, recipe.k_format, recipe.k_scale, scale_mode=recipe.scale_mode),
             v=quantize_tensor(v, recipe.v_format, recipe.v_scale, scale_mode=recipe.scale_mode),
             recipe=recipe,
             dtype=query.dtype,
@@ -109,22 +109,23 @@ def _mean_out_helps(
     group = num_q_heads // num_kv_heads
     decisions = torch.zeros(batch, num_kv_heads, dtype=torch.bool, device=q.device)
     for b in range(batch):
-        visible = band & q_valid[b, rows, None] & k_valid[b]
         mask = masking.mask_tile(b, rows, slice(0, seqlen_k))
-        if mask is not None:
-            visible = visible & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+        seen = band if mask is None else band & (mask if mask.dtype == torch.bool else mask > -torch.inf)
         for g in range(num_kv_heads):
             heads = slice(g * group, (g + 1) * group)
             of_heads = heads if mask is not None and mask.shape[0] > 1 else slice(None)
+            visible = (seen[of_heads] if mask is not None else seen) & q_valid[b, heads][:, rows, None] & k_valid[b, g]
             q_rows, keys = q[b : b + 1, heads, rows], k[b : b + 1, g : g + 1]
             logits = (q_rows @ keys.mT).mul_(scale)
             if mask is not None and mask.dtype != torch.bool:
                 logits += mask[of_heads]
-            hidden = ~(visible[of_heads] if mask is not None else visible)
-            weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)  # NaN for an empty row, which counts as 0
+            weights = logits.masked_fill_(~visible, -torch.inf).softmax(
+                dim=-1
+            )  # NaN for an empty row, which counts as 0
             helps = mean_out_helps(
-                q_rows, keys, weights, q=q[b : b + 1, heads], rotated=recipe.rotate != "none",
-                balanced=recipe.balance == "rms", q_valid=q_valid[b : b + 1], k_valid=k_valid[b : b + 1],
+                q_rows, keys, weights, q=q[b : b + 1, heads],
+                rotated=recipe.rotate != "none", balanced=recipe.balance == "rms",
+                q_valid=q_valid[b : b + 1, heads], k_valid=k_valid[b : b + 1, g : g + 1],
             )  # fmt: skip
             decisions[b, g] = helps[0, 0]
     return decisions
@@ -140,6 +141,6 @@ def _bounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_tokens(x: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
-    """(B, S): tokens in use whose every head and channel is finite."""
-    finite = x.isfinite().all(dim=3).all(dim=1)
-    return finite if in_use is None else finite & in_use.to(x.device)
+    """(B, H, S): tokens in use whose every channel is finite."""
+    finite = x.isfinite().all(dim=3)
+    return finite if in_use is None else finite & in_use[:, None].to(x.device)

@@ -235,7 +235,7 @@ def test_permuting_keys_and_values_together_changes_nothing(data: QKV, seed: int
 @given(data=qkv(shapes=shapes(max_seqlen=64, head_dims=(16, 48)), outliers=outlier_specs(magnitudes=(1.0, 5.0))))
 def test_smoothing_changes_neither_softmax_nor_lse(data: QKV) -> None:
     """Without rounding (16-bit everything) smoothing and rotation leave attention alone, the lse's shift included."""
-    plain = Recipe.from_name("bf16").replace(qk_format="fp16", v_format="fp16", p_format="fp16")
+    plain = Recipe.from_name("bf16").replace(q_format="fp16", k_format="fp16", v_format="fp16", p_format="fp16")
     smooth = plain.replace(rotate="haar", balance="rms", smooth_k=True, smooth_v=True)
     a, a_lse = fp8attn.attention(*data, recipe=plain, enable_gqa=True, return_lse=True)
     b, b_lse = fp8attn.attention(*data, recipe=smooth, enable_gqa=True, return_lse=True)

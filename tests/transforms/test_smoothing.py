@@ -368,15 +368,43 @@ def test_smoothing_value() -> None:
         Smoothing(balance=mean.double())
 
 
+def test_validity_can_differ_between_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 6, 8, generator=generator), torch.randn(2, 2, 5, 8, generator=generator)
+    q_valid, k_valid = torch.rand(2, 4, 6, generator=generator) > 0.4, torch.rand(2, 2, 5, generator=generator) > 0.4
+    q_padded, k_padded = q.clone(), k.clone()
+    q_padded[~q_valid], k_padded[~k_valid] = torch.nan, torch.inf
+    mean, factor = (
+        channel_mean(k_padded, k_valid),
+        balance_factors(q_padded, k_padded, q_valid=q_valid, k_valid=k_valid),
+    )
+    for b in range(2):
+        for g in range(2):
+            keys = k[b, g][k_valid[b, g]]
+            queries = torch.cat([q[b, h][q_valid[b, h]] for h in (2 * g, 2 * g + 1)])
+            torch.testing.assert_close(mean[b, g, 0], keys.mean(0) if len(keys) else torch.zeros(8))
+            if len(keys) and len(queries):
+                expected = (keys.square().mean(0) / queries.square().mean(0)) ** 0.25
+                torch.testing.assert_close(factor[b, g, 0], expected)
+    helps = mean_out_helps(q_padded, k_padded, rotated=True, balanced=True, q_valid=q_valid, k_valid=k_valid)
+    zeroed = mean_out_helps(
+        q.masked_fill(~q_valid[..., None], 7.0), k.masked_fill(~k_valid[..., None], 3.0),
+        rotated=True, balanced=True, q_valid=q_valid, k_valid=k_valid,
+    )  # fmt: skip
+    assert torch.equal(helps, zeroed)
+
+
 def test_errors_name_the_argument() -> None:
     q, k = torch.ones(2, 4, 3, 8), torch.ones(2, 2, 5, 8)
     with pytest.raises(ValueError, match=r"x must have shape \(batch, heads, seqlen, head_dim\), got \(3, 8\)"):
         channel_mean(torch.ones(3, 8))
     with pytest.raises(TypeError, match=r"valid must be boolean, got torch.int64"):
         channel_rms(k, torch.ones(2, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"valid must have shape \(batch, seqlen\) = \(2, 5\), got \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"valid must have shape \(batch, seqlen\) = \(2, 5\) or .*\(2, 2, 5\), got \(2, 3\)"
+    ):
         channel_mean(k, torch.ones(2, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"q_valid must have shape .* = \(2, 3\), got \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"q_valid must have shape .* = \(2, 4, 3\), got \(2, 5\)"):
         balance_factors(q, k, q_valid=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="q's heads must be a positive multiple of k's, got 4 and 3"):
         balance_factors(q, torch.ones(2, 3, 5, 8))
