@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "TRITON_DTYPES", "cast", "decode", "product"]
+__all__ = ["INTERPRETED", "TRITON_DTYPES", "cast", "decode", "load_scalar", "product", "program_id", "row_sums"]
 
 #: Whether kernels run in the interpreter, on a CPU; fixed when Triton is imported (``TRITON_INTERPRET=1``).
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -81,3 +81,58 @@ def product(a, b):
     if a.dtype.primitive_bitwidth == 16 and b.dtype.primitive_bitwidth == 8:
         b = b.to(a.dtype)
     return tl.dot(a, b)
+
+
+@triton.jit
+def load_scalar(pointer):
+    """One FP32 from global memory. In a loop over tiles ``tl.load`` would stage even this through shared memory."""
+    if INTERPRETED:
+        return tl.load(pointer)
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _add_f16x2(a, b):
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def row_sums(p):
+    """Sums of a tile of non-negative codes along its rows, in FP32; at most 256 a code and 128 codes a row.
+
+    The 8-bit formats are unpacked to pairs of FP16, as the hardware does it, and added there: half the instructions of
+    FP32 sums. FP16 holds the sum of a row (2^15) and loses 2^-12 of a partial sum at an addition, at random.
+    """
+    if INTERPRETED or p.dtype.primitive_bitwidth == 16:
+        return tl.sum(decode(p), 1)
+    # Four codes lie in one register; the first of four outputs has their sum, the others are not used.
+    if p.dtype == tl.float8e4nv:
+        fours = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; add.rn.f16x2 $0, a, b;
+            mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""",
+            "=r,=r,=r,=r,r", [p], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        fours = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e5m2x2 a, low; cvt.rn.f16x2.e5m2x2 b, high; add.rn.f16x2 $0, a, b;
+            mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""",
+            "=r,=r,=r,=r,r", [p], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    pairs, _ = tl.split(tl.reshape(fours, [p.shape[0], p.shape[1] // 4, 2, 2]))
+    sums, _ = tl.split(pairs)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; .reg .f32 x, y; mov.b32 {a, b}, $1; cvt.f32.f16 x, a; cvt.f32.f16 y, b; add.f32 $0, x, y; }",
+        "=f,r", [tl.reduce(sums, 1, _add_f16x2)], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def program_id():
+    """``tl.program_id(0)``, asked anew: what is computed from it need not be kept in registers since an earlier time."""
+    if INTERPRETED:
+        return tl.program_id(0)
+    return tl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
