@@ -25,7 +25,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8attn.formats import get_format
-from fp8attn.kernels.portable.numerics import TRITON_DTYPES, cast, load_scalar, product, program_id, row_sums
+from fp8attn.kernels.portable.numerics import (
+    INTERPRETED,
+    TRITON_DTYPES,
+    cast,
+    load_scalar,
+    operand_e4m3,
+    product,
+    program_id,
+    row_sums,
+)
 from fp8attn.kernels.portable.tuning import Config, choose_config, choose_splits
 from fp8attn.kernels.problem import AttentionProblem
 from fp8attn.scaling import QuantizedTensor
@@ -91,19 +100,18 @@ def _permuted(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _tile(
-    q, k_desc, v_desc, k_scale, v_scale, mask, plane, n, acc, m, l, row_factor, shift, rows,
+    q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, plane, n, acc, m, l, row_factor, shift, rows,
     seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
     diagonal, left, right, softcap, largest_factor, first_slice,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SHIFT: tl.constexpr, NEGATE: tl.constexpr, UNBOUNDED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
     V_ROWS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr,
+    P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr, FRAGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from n to n + BLOCK_N into the state (acc, m, l)."""
+    """Takes the keys from n to n + BLOCK_N into the state (acc, m, l); ``k_factor`` is their scale if they share one."""
     keys = n + tl.arange(0, BLOCK_N)
-    if not K_PER_KEY:  # asked for early: it arrives while the scores are computed
-        factor = row_factor * load_scalar(k_scale + (n // K_SIZE) * stride_ks)
+    factor = row_factor * k_factor
     s = _scores(q, k_desc, plane, n, BLOCK_N, CHUNK)
     if NEGATE:
         s = -s
@@ -155,7 +163,16 @@ def _tile(
         largest = tl.maximum(tl.max(tl.where(p > 0, scales, 0.0), 1), _SMALLEST)
         bits = (largest.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000  # up to a power of two
         tile_scale = bits.to(tl.float32, bitcast=True)
-        relative = tl.minimum(tl.maximum(tl.math.div_rn(tl.broadcast_to(scales, [BLOCK_M, BLOCK_N]), tl.broadcast_to(tile_scale[:, None], [BLOCK_M, BLOCK_N])), _SMALLEST), 1.0)
+        relative = tl.minimum(
+            tl.maximum(
+                tl.math.div_rn(
+                    tl.broadcast_to(scales, [BLOCK_M, BLOCK_N]),
+                    tl.broadcast_to(tile_scale[:, None], [BLOCK_M, BLOCK_N]),
+                ),
+                _SMALLEST,
+            ),
+            1.0,
+        )
         scaled = p * relative
         p8 = cast(scaled, P_DTYPE)
         used = tl.where(scaled < P_SMALLEST_NORMAL, p, p8.to(tl.float32) / relative)
@@ -165,9 +182,11 @@ def _tile(
     else:
         if V_ROWS:
             p8 = cast(p, P_DTYPE)
+        elif FRAGMENTS and P_DTYPE == tl.float8e4nv:
+            p8 = operand_e4m3(_permuted(p, BLOCK_M, BLOCK_N))
         else:
             p8 = cast(_permuted(p, BLOCK_M, BLOCK_N), P_DTYPE)
-        row_sum = row_sums(p8)
+        row_sum = row_sums(p8, FRAGMENTS)
     l = l * alpha + row_sum  # noqa: E741
     new = ()
     for i in tl.static_range(len(acc)):
@@ -227,6 +246,14 @@ def _store_slice(
 
 
 @triton.jit
+def _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE: tl.constexpr, K_PER_KEY: tl.constexpr):
+    """The scale that the keys of the tile at n share; 1 where they have their own, or beyond the last key."""
+    if K_PER_KEY:
+        return 1.0
+    return load_scalar(k_scale + (tl.minimum(n, seqlen_k - 1) // K_SIZE) * stride_ks)
+
+
+@triton.jit
 def _place(work, seqlen_q, num_q_heads, splits, BLOCK_M: tl.constexpr, SLICE_GROUPS: tl.constexpr, LAST: tl.constexpr):
     """(query tile, group of value slices, head, split, batch) of a program.
 
@@ -255,7 +282,7 @@ def _forward(
     NEGATE: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr, V_MEAN: tl.constexpr, SPLIT: tl.constexpr,
     UNBOUNDED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, V_ROWS: tl.constexpr,
     Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr,
+    P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr, FRAGMENTS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, SLICE_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
 ):  # fmt: skip
@@ -318,30 +345,35 @@ def _forward(
 
     if HAS_LEFT:
         for n in tl.range(begin, whole_begin, EDGE_N):
+            k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(  # noqa: E741
-                q, k_edge_desc, v_edge_desc, k_scale, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
+                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
                 seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
-                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, BLOCK_M, EDGE_N, CHUNK, SLICE,
+                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, EDGE_N, CHUNK, SLICE,
             )  # fmt: skip
     if MASK == "none":
+        k_next = _tile_scale(k_scale, whole_begin, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
         for n in tl.range(whole_begin, whole_end, BLOCK_N):
+            k_factor = k_next  # asked for a tile ahead: nothing waits for it
+            k_next = _tile_scale(k_scale, n + BLOCK_N, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(  # noqa: E741
-                q, k_desc, v_desc, k_scale, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
+                q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
                 seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 False, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
-                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, BLOCK_M, BLOCK_N, CHUNK, SLICE,
+                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, BLOCK_N, CHUNK, SLICE,
             )  # fmt: skip
     if HAS_RIGHT or MASK != "none" or not EVEN:
         for n in tl.range(whole_end, end, EDGE_N):
+            k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(  # noqa: E741
-                q, k_edge_desc, v_edge_desc, k_scale, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
+                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
                 seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
-                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, BLOCK_M, EDGE_N, CHUNK, SLICE,
+                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, EDGE_N, CHUNK, SLICE,
             )  # fmt: skip
 
     query_tile, slice_group, head, split, batch = _place(
@@ -433,11 +465,16 @@ def _combine(
 
 
 def attend(
-    problem: AttentionProblem, *, config: Config | None = None, splits: int | None = None
+    problem: AttentionProblem,
+    *,
+    config: Config | None = None,
+    splits: int | None = None,
+    compiled: list[Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query over all its keys.
 
-    ``config`` and ``splits`` (programs that share a query tile's keys) are chosen by shape and GPU unless given.
+    ``config`` and ``splits`` (programs that share a query tile's keys) are chosen by shape and GPU unless given. The
+    kernels that were launched are appended to ``compiled``, for those who want to look at them.
 
     Returns:
         out (B, Hq, Sq, Dv) in ``problem.qkv.dtype`` and lse (B, Hq, Sq) in FP32.
@@ -492,7 +529,7 @@ def attend(
     options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    _forward[(programs * splits,)](
+    kernel = _forward[(programs * splits,)](
         q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, shift, v_mean, sinks, mask, target, lse, parts_m, parts_l,
         abs(problem.scale) * units, softcap or 0.0, min(largest_factor, 1e30),
         seqlen_q, seqlen_k, head_dim_v, num_q_heads, problem.group,
@@ -505,21 +542,32 @@ def attend(
         UNBOUNDED=not (q_format.scaled and qkv.k.format.scaled), K_PER_KEY=k_size % config.block_n != 0, V_PER_KEY=v_per_key, V_ROWS=v_rows,
         Q_SIZE=_tokens_a_scale(qkv.q), K_SIZE=k_size, V_SIZE=_tokens_a_scale(qkv.v),
         P_DTYPE=TRITON_DTYPES[p_format.dtype], P_SMALLEST_NORMAL=p_format.smallest_normal,
+        FRAGMENTS=_hopper(),
         CHUNKS=-(-head_dim // config.chunk), CHUNK=config.chunk,
         SLICES=min(config.slices_v, slices), SLICE=config.slice_v, SLICE_GROUPS=slice_groups,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, EDGE_N=config.edge_n, **options,
     )  # fmt: skip
+    kernels = [kernel]
     if split:
         block_m = min(16, triton.next_power_of_2(seqlen_q))
         slice_v = min(128, triton.next_power_of_2(head_dim_v))
         grid = (-(-seqlen_q // block_m) * batch * num_q_heads * -(-head_dim_v // slice_v),)
-        _combine[grid](
+        kernel = _combine[grid](
             target, parts_m, parts_l, v_scale, shift, v_mean, sinks, out, lse, problem.scale,
             seqlen_q, head_dim_v, num_q_heads, problem.group, splits, *v_scale.stride()[:2], v_scale.stride(3),
             SINKS=sinks is not None, SHIFT=shift is not None and softcap is None, V_MEAN=v_mean is not None,
             V_PER_KEY=v_per_key, SLICE=slice_v, BLOCK_M=block_m,
         )  # fmt: skip
+        kernels.append(kernel)
+    if compiled is not None:
+        compiled += kernels
     return out, lse
+
+
+def _hopper() -> bool:
+    """Whether kernels are compiled for sm_90, whose register layout some casts rely on."""
+    target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
+    return target is not None and target.backend == "cuda" and target.arch == 90
 
 
 def _key_value_descriptors(

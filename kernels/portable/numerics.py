@@ -6,7 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "TRITON_DTYPES", "cast", "decode", "load_scalar", "product", "program_id", "row_sums"]
+__all__ = [
+    "INTERPRETED",
+    "TRITON_DTYPES",
+    "cast",
+    "decode",
+    "load_scalar",
+    "operand_e4m3",
+    "product",
+    "program_id",
+    "row_sums",
+]
 
 #: Whether kernels run in the interpreter, on a CPU; fixed when Triton is imported (``TRITON_INTERPRET=1``).
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -76,11 +86,10 @@ def product(a, b):
     """
     if INTERPRETED:
         return tl.dot(decode(a), decode(b), input_precision="ieee")
-    if a.dtype == tl.int8:
-        return tl.dot(a, b).to(tl.float32)
     if a.dtype.primitive_bitwidth == 16 and b.dtype.primitive_bitwidth == 8:
         b = b.to(a.dtype)
-    return tl.dot(a, b)
+    result = tl.dot(a, b)
+    return result.to(tl.float32)
 
 
 @triton.jit
@@ -99,34 +108,33 @@ def _add_f16x2(a, b):
 
 
 @triton.jit
-def row_sums(p):
-    """Sums of a tile of non-negative codes along its rows, in FP32; at most 256 a code and 128 codes a row.
+def row_sums(p, FRAGMENTS: tl.constexpr):
+    """Sums of a tile of softmax weights (at most 256 each, 256 a row) along its rows, in FP32.
 
-    The 8-bit formats are unpacked to pairs of FP16, as the hardware does it, and added there: half the instructions of
-    FP32 sums. FP16 holds the sum of a row (2^15) and loses 2^-12 of a partial sum at an addition, at random.
+    With ``FRAGMENTS`` (sm_90) the 8-bit formats are unpacked to pairs of FP16, as the hardware does it, and added as
+    pairs: half the instructions of FP32 sums. FP16 holds half a row's sum (2^15) and loses 2^-12 of a partial sum at an
+    addition, at random.
     """
-    if INTERPRETED or p.dtype.primitive_bitwidth == 16:
+    if not FRAGMENTS or p.dtype.primitive_bitwidth == 16:
         return tl.sum(decode(p), 1)
-    # Four codes lie in one register; the first of four outputs has their sum, the others are not used.
+    # A register holds two pairs of neighbours: the first and third of four outputs are a pair of FP16 each, the others
+    # are not used.
     if p.dtype == tl.float8e4nv:
-        fours = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; add.rn.f16x2 $0, a, b;
-            mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""",
+        pairs = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $2, high; mov.b32 $1, $0; mov.b32 $3, $2; }""",
             "=r,=r,=r,=r,r", [p], dtype=tl.int32, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        fours = tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, $4;
-            cvt.rn.f16x2.e5m2x2 a, low; cvt.rn.f16x2.e5m2x2 b, high; add.rn.f16x2 $0, a, b;
-            mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }""",
+        pairs = tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e5m2x2 $0, low; cvt.rn.f16x2.e5m2x2 $2, high; mov.b32 $1, $0; mov.b32 $3, $2; }""",
             "=r,=r,=r,=r,r", [p], dtype=tl.int32, is_pure=True, pack=4,
         )  # fmt: skip
-    pairs, _ = tl.split(tl.reshape(fours, [p.shape[0], p.shape[1] // 4, 2, 2]))
-    sums, _ = tl.split(pairs)
+    pairs, _ = tl.split(tl.reshape(pairs, [p.shape[0], p.shape[1] // 2, 2]))
     return tl.inline_asm_elementwise(
         "{ .reg .b16 a, b; .reg .f32 x, y; mov.b32 {a, b}, $1; cvt.f32.f16 x, a; cvt.f32.f16 y, b; add.f32 $0, x, y; }",
-        "=f,r", [tl.reduce(sums, 1, _add_f16x2)], dtype=tl.float32, is_pure=True, pack=1,
+        "=f,r", [tl.reduce(pairs, 1, _add_f16x2)], dtype=tl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -136,3 +144,26 @@ def program_id():
     if INTERPRETED:
         return tl.program_id(0)
     return tl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def operand_e4m3(p):
+    """Softmax weights of a tile to E4M3, in the very registers that the next product reads them from. sm_90 only.
+
+    ``p`` (M, N) has its columns in the order of ``scaling.TOKEN_ORDER``. A thread holds, in a row, elements that differ
+    first in the last bit of the column (e), then in the row (by 8), then in the column's next bit (h); the product
+    wants e and h first, four codes of a row to a register. Cast as they come, codes would have to be picked apart and
+    put together again: two instructions for every register. Here the two middle elements of eight change places on
+    the way into the cast, which costs nothing, and the tensor is relabelled to say so.
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    codes = tl.inline_asm_elementwise(
+        """{ .reg .b16 a, b, c, d;
+        cvt.rn.satfinite.e4m3x2.f32 a, $3, $2; cvt.rn.satfinite.e4m3x2.f32 b, $7, $6;
+        cvt.rn.satfinite.e4m3x2.f32 c, $5, $4; cvt.rn.satfinite.e4m3x2.f32 d, $9, $8;
+        mov.b32 $0, {a, b}; mov.b32 $1, {c, d}; }""",
+        "=r,=r,f,f,f,f,f,f,f,f", [p], dtype=tl.float8e4nv, is_pure=True, pack=8,
+    )  # fmt: skip
+    codes = tl.reshape(codes, [M // 16, 2, 8, N // 4, 2, 2])
+    return tl.reshape(tl.permute(codes, [0, 4, 2, 3, 1, 5]), [M, N])

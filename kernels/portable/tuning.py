@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from fp8attn.formats import get_format
 from fp8attn.kernels.problem import AttentionProblem
 
-__all__ = ["Config", "choose_config", "choose_splits"]
+__all__ = ["Config", "choose_config", "choose_splits", "table_path"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Config:
     max_registers: int | None = None
 
 
+def table_path(gpu: str) -> Path:
+    """The file that holds a GPU's table, by its name: ``tuned/nvidia-h200.json``."""
+    return Path(__file__).parent / "tuned" / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
+
+
 def choose_config(problem: AttentionProblem) -> Config:
     qkv = problem.qkv
     head_dim, head_dim_v = qkv.q.shape[-1], qkv.v.shape[-1]
@@ -45,7 +52,10 @@ def choose_config(problem: AttentionProblem) -> Config:
     slice_v = _power_of_two(head_dim_v, 16, 64 if head_dim_v > 128 else 128)
     slices_v = min(4, -(-head_dim_v // slice_v))
     registers = 168 if wide == 8 and max(head_dim, head_dim_v) <= 128 else None
-    return Config(64, 64 if wide == 16 and head_dim > 128 else 128, 64, chunk, slice_v, slices_v, 4, 2, registers)
+    block_n = 128 if head_dim <= (256 if wide == 8 else 128) else 64
+    if head_dim > 256:
+        block_n = 32
+    return Config(64, block_n, min(64, block_n), chunk, slice_v, slices_v, 4, 2, registers)
 
 
 def choose_splits(problem: AttentionProblem, config: Config, programs: int) -> int:
