@@ -1,17 +1,19 @@
 """The forward pass in Triton: the contract's steps 3 to 5, tile by tile.
 
 A program owns ``block_m`` query rows of one head and walks the keys that they see in tiles of ``block_n``. Per tile:
-FP8 scores; a new integer reference m (the running maximum rounded up); weights 2^(S - m + 8), rounded; their product with the values,
-started from zero in the tensor core and folded into FP32 registers by the multiply-add that rescales the old sum (two-level
-accumulation costs no instruction). The sum l of the rounded weights is one more, very thin, product: with a block of ones.
+FP8 scores; a new integer reference m, the running maximum rounded up; weights 2^(S - m + 8), rounded; their sum; and
+their product with the values, which starts from zero in the tensor core and is folded into FP32 registers by the
+multiply-add that rescales the old sum (so two-level accumulation costs no instruction).
 
 Three loops walk the keys: tiles that the window cuts on the left, tiles that every row sees whole, and tiles that the
-diagonal, the window or the end of the sequence cuts on the right. Only the first and last compute visibility. Where
-query tiles do not fill the GPU, several programs share the keys of a tile (``splits``) and ``_combine`` merges their
-states, exactly, as every rescale is by a power of two.
+diagonal, the window or the end of the sequence cuts on the right. Only the first and last compute visibility, in tiles
+of ``edge_n``. Where query tiles do not fill the GPU, several programs share the keys of a tile (``splits``) and
+``_combine`` merges their states, exactly, as every rescale is by a power of two.
 
 Codes are read through tensor descriptors (TMA where the GPU has it), which fill with zeros beyond the end of a head: no
 tile reads another head's NaN. Offsets into anything else are 64 bits wide.
+
+Where logits may exceed 1e38, which the contract clamps, the scale that would take them there is bounded instead.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from fp8attn.formats import get_format
 from fp8attn.kernels.portable.numerics import (
     INTERPRETED,
     TRITON_DTYPES,
+    block_boundary,
     cast,
     load_scalar,
     operand_e4m3,
@@ -43,6 +46,7 @@ __all__ = ["attend"]
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LARGEST_LOGIT = tl.constexpr(1e38)
+_LARGEST_FACTOR = tl.constexpr(torch.finfo(torch.float32).max)
 _SMALLEST = tl.constexpr(2.0**-126)
 _P_BITS = tl.constexpr(8.0)  # weights are rounded in units of 2^-8
 
@@ -104,12 +108,12 @@ def _tile(
     seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
     diagonal, left, right, softcap, largest_factor, first_slice,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    SHIFT: tl.constexpr, NEGATE: tl.constexpr, UNBOUNDED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr,
-    V_ROWS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    SHIFT: tl.constexpr, NEGATE: tl.constexpr, UNBOUNDED: tl.constexpr,
+    K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, V_ROWS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr, FRAGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from n to n + BLOCK_N into the state (acc, m, l); ``k_factor`` is their scale if they share one."""
+    """Takes the keys from n to n + BLOCK_N into the state (acc, m, l). ``k_factor`` is their scale if they share it."""
     keys = n + tl.arange(0, BLOCK_N)
     factor = row_factor * k_factor
     s = _scores(q, k_desc, plane, n, BLOCK_N, CHUNK)
@@ -120,10 +124,10 @@ def _tile(
     if SOFTCAP or MASK == "additive" or K_PER_KEY or UNBOUNDED:
         # Everything that needs whole logits: to log2 units first, then what the masks say.
         if K_PER_KEY:
-            s = s * row_factor[:, None]
-            s = s * tl.load(k_scale + (keys // K_SIZE) * stride_ks, mask=keys < seqlen_k, other=1.0)[None, :]
+            scales = tl.load(k_scale + (keys // K_SIZE) * stride_ks, mask=keys < seqlen_k, other=1.0)
+            s = s * tl.minimum(row_factor[:, None] * scales[None, :], _LARGEST_FACTOR)
         else:
-            s = s * factor[:, None]
+            s = s * tl.minimum(factor, _LARGEST_FACTOR)[:, None]
         if SOFTCAP:  # the factors are natural then
             if SHIFT:
                 s += shift[:, None]
@@ -163,16 +167,8 @@ def _tile(
         largest = tl.maximum(tl.max(tl.where(p > 0, scales, 0.0), 1), _SMALLEST)
         bits = (largest.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000  # up to a power of two
         tile_scale = bits.to(tl.float32, bitcast=True)
-        relative = tl.minimum(
-            tl.maximum(
-                tl.math.div_rn(
-                    tl.broadcast_to(scales, [BLOCK_M, BLOCK_N]),
-                    tl.broadcast_to(tile_scale[:, None], [BLOCK_M, BLOCK_N]),
-                ),
-                _SMALLEST,
-            ),
-            1.0,
-        )
+        inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        relative = tl.minimum(tl.maximum(scales * inverse[:, None], _SMALLEST), 1.0)
         scaled = p * relative
         p8 = cast(scaled, P_DTYPE)
         used = tl.where(scaled < P_SMALLEST_NORMAL, p, p8.to(tl.float32) / relative)
@@ -187,7 +183,7 @@ def _tile(
         else:
             p8 = cast(_permuted(p, BLOCK_M, BLOCK_N), P_DTYPE)
         row_sum = row_sums(p8, FRAGMENTS)
-    l = l * alpha + row_sum  # noqa: E741
+    l = l * alpha + row_sum
     new = ()
     for i in tl.static_range(len(acc)):
         column = (first_slice + i) * SLICE
@@ -198,12 +194,14 @@ def _tile(
         pv = product(p8, v)
         if V_PER_KEY:
             pv = pv * tile_scale[:, None]
-        new = new + (acc[i] * alpha[:, None] + pv,)  # noqa: RUF005
+        new = new + (acc[i] * alpha[:, None] + pv,)
+        if i + 1 < len(acc):  # one product in flight: two would not fit beside the accumulators
+            block_boundary(n, i)
     return new, m_new, l
 
 
 @triton.jit
-def _finish(m, l, sinks, head, shift, SINKS: tl.constexpr, SHIFT: tl.constexpr):  # noqa: E741
+def _finish(m, l, sinks, head, shift, SINKS: tl.constexpr, SHIFT: tl.constexpr):
     """From the state of all keys: what acc is to be multiplied by, the mean value's weight, and the lse."""
     factor = tl.full(m.shape, 1.0, tl.float32)
     total = l
@@ -250,7 +248,7 @@ def _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE: tl.constexpr, K_PER_KEY
     """The scale that the keys of the tile at n share; 1 where they have their own, or beyond the last key."""
     if K_PER_KEY:
         return 1.0
-    return load_scalar(k_scale + (tl.minimum(n, seqlen_k - 1) // K_SIZE) * stride_ks)
+    return load_scalar(k_scale + (tl.maximum(tl.minimum(n, seqlen_k - 1), 0) // K_SIZE) * stride_ks)
 
 
 @triton.jit
@@ -273,7 +271,8 @@ def _place(work, seqlen_q, num_q_heads, splits, BLOCK_M: tl.constexpr, SLICE_GRO
 
 @triton.jit
 def _forward(
-    q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, logit_shift, v_mean, sinks, mask, out, lse, part_m, part_l,
+    q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, logit_shift, v_mean, sinks, mask,
+    out, lse, part_m, part_l,
     scale, softcap, largest_factor,
     seqlen_q, seqlen_k, head_dim_v, num_q_heads, group, diagonal, left, right, splits, key_tiles_a_split,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_vc,
@@ -307,7 +306,7 @@ def _forward(
     q = ()
     for i in tl.static_range(CHUNKS):
         chunk = q_desc.load([q_plane, first_row, i * CHUNK])
-        q = q + (tl.reshape(chunk, [BLOCK_M, CHUNK]),)  # noqa: RUF005
+        q = q + (tl.reshape(chunk, [BLOCK_M, CHUNK]),)
     row_factor = tl.load(q_scale + (rows // Q_SIZE) * stride_qs, mask=in_rows, other=0.0) * scale
     shift = tl.zeros([BLOCK_M], tl.float32)
     if SHIFT and SOFTCAP:  # without a softcap the shift comes in at the end
@@ -337,18 +336,18 @@ def _forward(
         whole_end = whole_begin
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    l = tl.zeros([BLOCK_M], tl.float32)
     acc = ()
     for _ in tl.static_range(SLICES):
-        acc = acc + (tl.zeros([BLOCK_M, SLICE], tl.float32),)  # noqa: RUF005
+        acc = acc + (tl.zeros([BLOCK_M, SLICE], tl.float32),)
     first_slice = slice_group * SLICES
 
     if HAS_LEFT:
         for n in tl.range(begin, whole_begin, EDGE_N):
             k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
-            acc, m, l = _tile(  # noqa: E741
-                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
-                seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
+            acc, m, l = _tile(
+                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
+                row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
                 V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, EDGE_N, CHUNK, SLICE,
@@ -358,9 +357,9 @@ def _forward(
         for n in tl.range(whole_begin, whole_end, BLOCK_N):
             k_factor = k_next  # asked for a tile ahead: nothing waits for it
             k_next = _tile_scale(k_scale, n + BLOCK_N, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
-            acc, m, l = _tile(  # noqa: E741
-                q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
-                seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
+            acc, m, l = _tile(
+                q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
+                row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 False, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
                 V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, BLOCK_N, CHUNK, SLICE,
@@ -368,9 +367,9 @@ def _forward(
     if HAS_RIGHT or MASK != "none" or not EVEN:
         for n in tl.range(whole_end, end, EDGE_N):
             k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
-            acc, m, l = _tile(  # noqa: E741
-                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l, row_factor, shift, rows,
-                seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
+            acc, m, l = _tile(
+                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
+                row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
                 V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, EDGE_N, CHUNK, SLICE,
@@ -436,7 +435,7 @@ def _combine(
     inside = in_rows[:, None] & (columns < head_dim_v)[None, :]
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, SLICE], tl.float32)
     for split in range(splits):
         at = (plane * splits + split) * seqlen_q + rows
@@ -446,7 +445,7 @@ def _combine(
         m_new = tl.maximum(m, m_part)
         reference = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha, beta = tl.exp2(m - reference), tl.exp2(m_part - reference)
-        l = l * alpha + l_part * beta  # noqa: E741
+        l = l * alpha + l_part * beta
         acc = acc * alpha[:, None] + acc_part * beta[:, None]
         m = m_new
     shift = tl.zeros([BLOCK_M], tl.float32)
@@ -530,7 +529,8 @@ def attend(
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
     kernel = _forward[(programs * splits,)](
-        q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, shift, v_mean, sinks, mask, target, lse, parts_m, parts_l,
+        q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, shift, v_mean, sinks, mask,
+        target, lse, parts_m, parts_l,
         abs(problem.scale) * units, softcap or 0.0, min(largest_factor, 1e30),
         seqlen_q, seqlen_k, head_dim_v, num_q_heads, problem.group,
         masking.diagonal, masking.left or 0, masking.right or 0, splits, -(-key_tiles // splits),
@@ -539,7 +539,8 @@ def attend(
         HAS_LEFT=masking.left is not None, HAS_RIGHT=masking.right is not None,
         EVEN=seqlen_k % config.block_n == 0, MASK=mask_kind, SOFTCAP=softcap is not None, NEGATE=problem.scale < 0,
         SINKS=sinks is not None, SHIFT=shift is not None, V_MEAN=v_mean is not None, SPLIT=split,
-        UNBOUNDED=not (q_format.scaled and qkv.k.format.scaled), K_PER_KEY=k_size % config.block_n != 0, V_PER_KEY=v_per_key, V_ROWS=v_rows,
+        UNBOUNDED=not (q_format.scaled and qkv.k.format.scaled),
+        K_PER_KEY=k_size % config.block_n != 0, V_PER_KEY=v_per_key, V_ROWS=v_rows,
         Q_SIZE=_tokens_a_scale(qkv.q), K_SIZE=k_size, V_SIZE=_tokens_a_scale(qkv.v),
         P_DTYPE=TRITON_DTYPES[p_format.dtype], P_SMALLEST_NORMAL=p_format.smallest_normal,
         FRAGMENTS=_hopper(),
@@ -578,7 +579,7 @@ def _key_value_descriptors(
 
 
 def _planes(x: QuantizedTensor) -> torch.Tensor:
-    """Codes as (B * H, rows, columns) with what a tensor descriptor asks for: 16-byte strides, address, no emptiness."""
+    """Codes as (B * H, rows, columns), as a tensor descriptor wants them: strides of 16 bytes, aligned, not empty."""
     codes = x.codes.flatten(0, 1)
     if codes.numel() == 0:  # nothing will be read, but a descriptor must have something to describe
         return codes.new_zeros(max(1, codes.shape[0]), max(1, codes.shape[1]), 16)
@@ -593,9 +594,9 @@ def _planes(x: QuantizedTensor) -> torch.Tensor:
 
 
 def _broadcast_scale(x: QuantizedTensor) -> torch.Tensor:
-    """The scale (B, H, tokens or blocks or 1, channels or 1) with a stride of 0 along axes that it has one value for."""
-    scale = x.scale
+    """The scale (B, H, tokens or blocks or 1, channels or 1), with a stride of 0 where it has one value for an axis."""
     batch, heads = x.shape[:2]
+    scale = x.scale if x.scale.numel() else x.scale.new_ones(batch, heads, 1, 1)  # without tokens, one to point at
     strides = [0 if scale.shape[i] == 1 else scale.stride(i) for i in range(4)]
     return scale.as_strided((batch, heads, *scale.shape[2:]), strides)
 

@@ -140,7 +140,7 @@ def row_sums(p, FRAGMENTS: tl.constexpr):
 
 @triton.jit
 def program_id():
-    """``tl.program_id(0)``, asked anew: what is computed from it need not be kept in registers since an earlier time."""
+    """``tl.program_id(0)``, asked anew: what follows from it need not have been kept in registers until now."""
     if INTERPRETED:
         return tl.program_id(0)
     return tl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -167,3 +167,17 @@ def operand_e4m3(p):
     )  # fmt: skip
     codes = tl.reshape(codes, [M // 16, 2, 8, N // 4, 2, 2])
     return tl.reshape(tl.permute(codes, [0, 4, 2, 3, 1, 5]), [M, N])
+
+
+@triton.jit
+def block_boundary(n, number: tl.constexpr):
+    """Ends the assembler's basic block: exits if n is -1 - number, which a key's number never is.
+
+    The assembler moves nothing across, so that registers are free for what comes after. Each use in a loop needs a
+    number of its own, or the assembler knows the condition to be false.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.s32 p, $1, $2; @p exit; mov.u32 $0, 0; }",
+            "=r,r,r", [n, -1 - number], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

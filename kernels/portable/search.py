@@ -8,6 +8,7 @@ Configurations that spill registers or do not fit are left out. A call of a few 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -39,15 +40,19 @@ _CHANNELS = 2048  # head_dim times heads: the work is the same for all
 def candidates(head_dim: int, head_dim_v: int, wide: bool) -> Iterator[Config]:
     """Configurations worth a measurement."""
     power, power_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
-    chunks = [power] if power == head_dim else [power, power // 4]
-    for (block_m, warps), block_n, stages, chunk in itertools.product(((64, 4), (128, 8)), (64, 128), (2, 3), chunks):
-        for slice_v in (64, 128, 256) if power_v >= 256 else (power_v,):
-            registers: tuple[int | None, ...] = (None,)
-            if warps == 4 and power_v <= 128 and not wide:
-                registers = (None, 168)
-            for limit in registers:
-                slices = -(-head_dim_v // slice_v)
-                yield Config(block_m, block_n, 64, chunk, slice_v, slices, warps, stages, limit)
+    blocks_n = (128, 256) if power <= 64 and not wide else (64, 128) if power <= 128 else (64,)
+    for (block_m, warps), block_n, stages in itertools.product(
+        ((64, 4), (128, 8), (64, 8)) if power > 128 else ((64, 4), (128, 8)), blocks_n, (2, 3)
+    ):
+        for chunk in {power, 32 if head_dim % 64 else 64} if power != head_dim else {power}:
+            for edge_n in (32, 64) if power > 128 else (64,):
+                slice_v = min(power_v, 64 if power_v > 128 and (block_m, warps) != (64, 8) else 256)
+                limits: tuple[int | None, ...] = (None,)
+                if warps == 4 and power_v <= 128 and not wide:
+                    limits = (None, 168)
+                for limit in limits:
+                    slices = -(-head_dim_v // slice_v)
+                    yield Config(block_m, block_n, edge_n, chunk, slice_v, slices, warps, stages, limit)
 
 
 def problem(head_dim: int, head_dim_v: int, *, wide: bool, banded: bool, tokens: int = _TOKENS) -> AttentionProblem:
@@ -89,10 +94,8 @@ def measure(to_solve: AttentionProblem, config: Config) -> float | None:
 def _compile(arguments: tuple[int, int, bool, bool, Config]) -> None:
     """Fills Triton's cache: a shorter sequence gives the same kernel."""
     head_dim, head_dim_v, wide, banded, config = arguments
-    try:
+    with contextlib.suppress(triton.runtime.errors.OutOfResources):
         forward.attend(problem(head_dim, head_dim_v, wide=wide, banded=banded, tokens=4096), config=config, splits=1)
-    except triton.runtime.errors.OutOfResources:
-        pass
 
 
 def compile_all(head_dims: list[tuple[int, int]]) -> None:
@@ -118,6 +121,8 @@ def search(head_dims: list[tuple[int, int]], *, rounds: int = 2) -> list[dict[st
             tflops = measure(to_solve, config)
             if tflops is not None:
                 measured.append((tflops, config))
+        if not measured:
+            raise RuntimeError(f"every configuration for {(head_dim, head_dim_v, wide, banded)} spills or does not fit")
         measured.sort(key=lambda pair: -pair[0])
         best = [
             (sorted([tflops, *(measure(to_solve, config) or 0.0 for _ in range(rounds))])[rounds // 2], config)

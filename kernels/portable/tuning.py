@@ -1,17 +1,27 @@
-"""Tile sizes, warps and stages of the forward kernel, and how keys are split when queries are few."""
+"""Tile sizes, warps and stages of the forward kernel, and how keys are split when queries are few.
+
+What was measured stands in ``tuned/<gpu>.json``, one file a GPU, written by
+``python -m fp8attn.kernels.portable.search``.
+A GPU without a file uses the one of its nearest relative; a head dim without a row the next larger one's.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fp8attn.formats import get_format
 from fp8attn.kernels.problem import AttentionProblem
 
 __all__ = ["Config", "choose_config", "choose_splits", "table_path"]
+
+_FALLBACK_GPU = "NVIDIA H200"
+_SPLIT_TILES = 4  # a program that shares a query tile's keys has at least so many tiles of them
 
 
 @dataclass(frozen=True)
@@ -45,30 +55,44 @@ def table_path(gpu: str) -> Path:
 
 
 def choose_config(problem: AttentionProblem) -> Config:
-    qkv = problem.qkv
-    head_dim, head_dim_v = qkv.q.shape[-1], qkv.v.shape[-1]
-    wide = 16 if get_format(qkv.recipe.p_format).dtype.itemsize > 1 or qkv.q.codes.dtype.itemsize > 1 else 8
-    chunk = _power_of_two(head_dim, 32, 128 if head_dim > 256 else 256)
-    slice_v = _power_of_two(head_dim_v, 16, 64 if head_dim_v > 128 else 128)
-    slices_v = min(4, -(-head_dim_v // slice_v))
-    registers = 168 if wide == 8 and max(head_dim, head_dim_v) <= 128 else None
-    block_n = 128 if head_dim <= (256 if wide == 8 else 128) else 64
-    if head_dim > 256:
-        block_n = 32
-    return Config(64, block_n, min(64, block_n), chunk, slice_v, slices_v, 4, 2, registers)
+    """The measured configuration for the problem's head dims, formats and kind of mask."""
+    qkv, masking = problem.qkv, problem.masking
+    device = qkv.q.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else _FALLBACK_GPU
+    wide = max(qkv.q.codes.element_size(), qkv.v.codes.element_size(), _width(qkv.recipe.p_format)) > 1
+    banded = masking.left is not None or masking.right is not None or masking.mask is not None
+    return _config(gpu, qkv.q.shape[-1], qkv.v.shape[-1], wide, banded)
+
+
+@lru_cache(maxsize=256)
+def _config(gpu: str, head_dim: int, head_dim_v: int, wide: bool, banded: bool) -> Config:
+    rows = [row for row in _rows(gpu) if (row["wide"], row["banded"]) == (wide, banded)]
+    covering = [row for row in rows if row["head_dim"] >= head_dim and row["head_dim_v"] >= head_dim_v]
+    if covering:
+        row = min(covering, key=lambda row: (row["head_dim"], row["head_dim_v"]))
+        return Config(**row["config"])
+    # Larger than any measured: small tiles, the head dim in chunks, value channels shared out over programs.
+    return Config(64, 32, 32, 64, 64, min(4, -(-head_dim_v // 64)), 4, 2)
+
+
+@lru_cache(maxsize=8)
+def _rows(gpu: str) -> list[dict[str, Any]]:
+    path = table_path(gpu)
+    if not path.is_file():
+        path = table_path(_FALLBACK_GPU)
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def _width(name: str) -> int:
+    return 1 if name in ("e4m3", "e5m2", "int8") else 2
 
 
 def choose_splits(problem: AttentionProblem, config: Config, programs: int) -> int:
-    """Programs that share a query tile's keys: as many as keep the GPU full, each with at least four key tiles."""
-    if problem.qkv.q.device.type != "cuda":
+    """Programs that share a query tile's keys: as many as keep the GPU full, each with a few tiles at least."""
+    device = problem.qkv.q.device
+    if device.type != "cuda":
         return 1
-    multiprocessors = torch.cuda.get_device_properties(problem.qkv.q.device).multi_processor_count
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     key_tiles = -(-problem.qkv.k.shape[2] // config.block_n)
-    return max(1, min(2 * multiprocessors // programs, key_tiles // 4))
-
-
-def _power_of_two(n: int, least: int, most: int) -> int:
-    power = least
-    while power < min(n, most):
-        power *= 2
-    return power
+    return max(1, min(2 * multiprocessors // programs, key_tiles // _SPLIT_TILES))
