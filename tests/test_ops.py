@@ -517,7 +517,7 @@ def varlen(**changes: Any) -> Callable[[], Any]:
         (call(Q, K, V, torch.zeros(20, 33, device="meta")), ValueError, "attn_mask must be on cpu, got meta"),
         (call(Q, K, V, recipe="best"), ValueError, "unknown recipe 'best'; accepted: default"),
         (call(Q, K, V, recipe=None), TypeError, "recipe must be a Recipe or a preset's name"),
-        (call(Q, K, V, backend="cuda"), ValueError, "backend must be one of auto, reference"),
+        (call(Q, K, V, backend="cuda"), ValueError, "backend must be one of auto, triton, reference"),
         (
             call(Q, K, V, out=torch.zeros(2, 6, 20, 15)),
             ValueError,
