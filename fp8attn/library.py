@@ -8,6 +8,7 @@ microseconds a call. Only ``attention_varlen`` waits for the device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -396,10 +397,28 @@ def _check_varlen(
 _LIBRARY = torch.library.Library("fp8attn", "FRAGMENT")
 
 
+def _untraced(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable`` without its import, which takes seconds, for those who do not compile.
+
+    Where Dynamo gives a frame up it goes on to trace what the frame calls, which would be the kernels' own Python.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    def call(*arguments: Any) -> Any:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return run(*arguments)
+        if disabled is None:
+            disabled = torch.compiler.disable(run)
+        return disabled(*arguments)
+
+    return call
+
+
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _untraced(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
 
 
