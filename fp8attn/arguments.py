@@ -174,7 +174,7 @@ class Inputs:
                 raise ValueError(f"query, key and value must be on one device, got {query.device}, {name} {x.device}")
         headless = query.dim() == 3
         if headless:
-            query, key, value = query[:, None], key[:, None], value[:, None]
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         elif layout == "bshd":
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         batch = max(x.shape[0] for x in (query, key, value))
@@ -216,11 +216,11 @@ class Inputs:
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         if self.headless:
-            return out[:, 0]
+            return out.select(1, 0)
         return out.transpose(1, 2) if self.layout == "bshd" else out
 
     def restore_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        return lse[:, 0] if self.headless else lse
+        return lse.select(1, 0) if self.headless else lse
 
     def masking(
         self, attn_mask: torch.Tensor | None, is_causal: bool, causal_alignment: str, window: Sequence[int]
@@ -243,7 +243,7 @@ class Inputs:
         if attn_mask.device != self.query.device:
             raise ValueError(f"attn_mask must be on {self.query.device}, got {attn_mask.device}")
         if self.headless and attn_mask.dim() == 3:
-            attn_mask = attn_mask[:, None]
+            attn_mask = attn_mask.unsqueeze(1)
         full = (*self.query.shape[:3], self.key.shape[2])
         padded = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
         if len(padded) != 4 or any(m not in (1, f) for m, f in zip(padded, full, strict=True)):
@@ -295,16 +295,14 @@ def check_cu_seqlens(**cu_seqlens: torch.Tensor) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int32, torch.int64):
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"{name} must be an int32 or int64 tensor, got {got}")
-        if x.dim() != 1 or len(x) < 1:
+        if x.dim() != 1 or x.shape[0] < 1:
             raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(x.shape)}")
 
 
 def check_as_many_sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
-    if len(cu_seqlens_q) != len(cu_seqlens_k):
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must list as many sequences, "
-            f"got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
-        )
+    num_q, num_k = cu_seqlens_q.shape[0] - 1, cu_seqlens_k.shape[0] - 1  # not len(), which no symbol survives
+    if num_q != num_k:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must list as many sequences, got {num_q} and {num_k}")
 
 
 def starts(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:

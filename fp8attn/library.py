@@ -208,11 +208,13 @@ class Call:
         columns = (*v[:2], head_dim_v, _up_to_16(seqlen_k)) if self.backend.v_layout(recipe) != "rows" else None
         keys_in_use = masking.in_use[1]
         parts = Parts(
-            codes(recipe.q_format, *q[:3], _up_to_16(head_dim))[..., :head_dim],
+            codes(recipe.q_format, *q[:3], _up_to_16(head_dim)).narrow(-1, 0, head_dim),
             scale(recipe.q_scale, *q),
-            codes(recipe.k_format, *k[:3], _up_to_16(head_dim))[..., :head_dim],
+            codes(recipe.k_format, *k[:3], _up_to_16(head_dim)).narrow(-1, 0, head_dim),
             scale(recipe.k_scale, *k),
-            codes(recipe.v_format, *v[:3], _up_to_16(head_dim_v))[..., :head_dim_v] if columns is None else None,
+            codes(recipe.v_format, *v[:3], _up_to_16(head_dim_v)).narrow(-1, 0, head_dim_v)
+            if columns is None
+            else None,
             None if columns is None else codes(recipe.v_format, *columns),
             scale(recipe.v_scale, *v),
             empty(q[:3], torch.float32) if k_mean_out else None,
@@ -268,11 +270,14 @@ def _quantize(
     call = Call.check(query, key, value, visibility, quantization, placement)
     with torch.autocast(query.device.type, enabled=False):
         qkv = call.quantized(call.masking(), scale_or_default(scale, query.shape[-1]))
-    parts = taken_apart(qkv)
-    v_mean = parts.v_mean
-    if v_mean is not None and quantization.frozen:  # an op's outputs are no views of its inputs
-        v_mean = v_mean.clone(memory_format=torch.contiguous_format)
-    return _returned(parts._replace(v_mean=v_mean))
+    stored = {
+        name: _rows_stored(x) if name in ("q_codes", "k_codes", "v_rows") else x.contiguous()
+        for name, x in taken_apart(qkv)._asdict().items()
+        if x is not None
+    }
+    if quantization.frozen and "v_mean" in stored:  # an op's outputs are no views of its inputs
+        stored["v_mean"] = stored["v_mean"].clone()
+    return _returned(Parts(*map(stored.get, Parts._fields)))  # type: ignore[arg-type]
 
 
 def _quantize_fake(
@@ -286,11 +291,7 @@ def _quantize_fake(
 
 def _returned(parts: Parts) -> tuple[torch.Tensor, ...]:
     """An op returns tensors, and always as many: an absent part is one with a single dimension (see ``received``)."""
-    absent = parts.q_scale.new_empty
-    return tuple(
-        absent(0) if x is None else _rows_stored(x) if name in ("q_codes", "k_codes", "v_rows") else x.contiguous()
-        for name, x in zip(Parts._fields, parts, strict=True)
-    )
+    return tuple(parts.q_scale.new_empty(0) if x is None else x for x in parts)
 
 
 def received(tensors: Sequence[torch.Tensor]) -> Parts:
@@ -303,7 +304,7 @@ def _rows_stored(codes: torch.Tensor) -> torch.Tensor:
     *lead, head_dim = codes.shape
     if head_dim % 16 == 0 and codes.is_contiguous():
         return codes
-    stored = codes.new_empty(*lead, _up_to_16(head_dim))[..., :head_dim]
+    stored = codes.new_empty(*lead, _up_to_16(head_dim)).narrow(-1, 0, head_dim)
     return codes if codes.stride() == stored.stride() else stored.copy_(codes)
 
 
@@ -387,7 +388,9 @@ def _check_varlen(
     softmax, quantization = _grouped(rest, Softmax, Quantization)
     visibility = Visibility(None, is_causal, causal_alignment, window)
     placement = Placement(True, "bshd", backend)
-    inputs = Call.check(query[None], key[None], value[None], visibility, quantization, placement).inputs
+    inputs = Call.check(
+        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), visibility, quantization, placement
+    ).inputs
     inputs.sinks(softmax.sinks)
     return inputs, (query, key, value), (cu_q, cu_k), (*visibility, *softmax, *quantization, *placement)
 
