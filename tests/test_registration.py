@@ -46,6 +46,7 @@ def same(a: Any, b: Any) -> bool:
 FROZEN = Smoothing(
     k_mean=torch.full((1, 2, 1, 16), 0.1), v_mean=torch.full((1, 2, 1, 24), 0.2), balance=torch.full((1, 2, 1, 16), 2.0)
 )
+FROZEN_EACH = Smoothing(FROZEN.k_mean.repeat(2, 1, 1, 1), FROZEN.v_mean.repeat(2, 1, 1, 1))  # a batch axis of their own
 ROUND_TRIP = Recipe(k_scale="block:64", v_scale="token", smooth_k=True, smooth_v=True, seed=3)
 SINKS = torch.arange(4.0)
 
@@ -86,7 +87,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "one head": lambda q, k, v: fp8attn.attention(q[:, 0], k[:, 0], v[:, 0], is_causal=True, return_lse=True),
     "out": into_out,
     "quantize": lambda q, k, v: fp8attn.quantize(q, k, v),
-    "quantize, all parts": lambda q, k, v: fp8attn.quantize(q, k, v, ROUND_TRIP, window=(3, 0), smoothing=FROZEN),
+    "quantize, all parts": lambda q, k, v: fp8attn.quantize(q, k, v, ROUND_TRIP, window=(3, 0), smoothing=FROZEN_EACH),
     "quantize, odd head_dim": lambda q, k, v: fp8attn.quantize(q[..., :13], k[..., :13], v[..., :7], "fa3"),
     "quantize, then attention": lambda q, k, v: fp8attn.attention_quantized(
         fp8attn.quantize(q, k, v, ROUND_TRIP, is_causal=True), is_causal=True, softcap=3.0, sinks=SINKS, return_lse=True
@@ -230,6 +231,7 @@ ERRORS: dict[str, Callable[..., Any]] = {
     "is_causal": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, is_causal="no"),  # type: ignore[arg-type]
     "recipe": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, recipe="best"),
     "backend": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, backend="cuda"),
+    "no backend's name": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, backend=3),  # type: ignore[arg-type]
     "mask": lambda q, k, v: fp8attn.attention(q, k, v, torch.ones(3, 3), enable_gqa=True),
     "out": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, out=torch.zeros(2, 4, q.shape[2], 13)),
     "rotation": lambda q, k, v: fp8attn.attention(q[..., :13], k[..., :13], v, enable_gqa=True),
@@ -247,6 +249,16 @@ def test_refusals_reach_the_user_of_compiled_code(name: str) -> None:
         torch.compile(ERRORS[name], fullgraph=True, backend="eager")(*data)
     # Without values, since a compiler that saw no tensor cannot tell what cu_seqlens holds.
     assert (str(eager.value) if name != "varlen" else "must list as many sequences") in str(compiled.value)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_fake_tensors_get_the_same_refusals(name: str) -> None:
+    """Before anything has run, and so when compiling."""
+    with pytest.raises((TypeError, ValueError)) as real:
+        ERRORS[name](*inputs(20))
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(real.type) as fake:
+        ERRORS[name](*(torch.empty(x.shape) for x in inputs(20)))
+    assert (str(real.value) if name != "varlen" else "must list as many sequences") in str(fake.value)
 
 
 def test_a_gradient_is_refused_in_compiled_code_too() -> None:
