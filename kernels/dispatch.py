@@ -45,10 +45,12 @@ def _triton_attend(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tenso
     return attend(problem)
 
 
-def _triton_quantize(*args: Any, **options: Any) -> QuantizedQKV:
+def _triton_quantize(query: torch.Tensor, *args: Any, **options: Any) -> QuantizedQKV:
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 9):
+        return reference.quantize_qkv(query, *args, **options)  # Triton makes no FP8 there
     from fp8attn.kernels.portable.quantize import quantize_qkv
 
-    return quantize_qkv(*args, **options)
+    return quantize_qkv(query, *args, **options)
 
 
 #: Backends by name, the fastest first; the last, the reference, runs everything.

@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8attn.formats import get_format
 from fp8attn.kernels.portable.numerics import (
+    FP8_DTYPES,
     INTERPRETED,
     TRITON_DTYPES,
     block_boundary,
@@ -52,11 +53,11 @@ _P_BITS = tl.constexpr(8.0)  # weights are rounded in units of 2^-8
 
 
 @triton.jit
-def _scores(q, k_desc, plane, n, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+def _scores(q, k_desc, plane, n, K_DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
     """Raw FP32 products of a query tile, in chunks of the head dim, with the keys from n on."""
-    s = product(q[0], tl.reshape(k_desc.load([plane, n, 0]), [BLOCK_N, CHUNK]).T)
+    s = product(q[0], tl.reshape(k_desc.load([plane, n, 0]), [BLOCK_N, CHUNK]).T, K_DTYPE)
     for i in tl.static_range(1, len(q)):
-        s += product(q[i], tl.reshape(k_desc.load([plane, n, i * CHUNK]), [BLOCK_N, CHUNK]).T)
+        s += product(q[i], tl.reshape(k_desc.load([plane, n, i * CHUNK]), [BLOCK_N, CHUNK]).T, K_DTYPE)
     return s
 
 
@@ -110,13 +111,14 @@ def _tile(
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     SHIFT: tl.constexpr, NEGATE: tl.constexpr, UNBOUNDED: tl.constexpr,
     K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, V_ROWS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr, FRAGMENTS: tl.constexpr,
+    K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys from n to n + BLOCK_N into the state (acc, m, l). ``k_factor`` is their scale if they share it."""
     keys = n + tl.arange(0, BLOCK_N)
     factor = row_factor * k_factor
-    s = _scores(q, k_desc, plane, n, BLOCK_N, CHUNK)
+    s = _scores(q, k_desc, plane, n, K_DTYPE, BLOCK_N, CHUNK)
     if NEGATE:
         s = -s
     if q[0].dtype == tl.int8:
@@ -191,7 +193,7 @@ def _tile(
             v = tl.reshape(v_desc.load([plane, n, column]), [BLOCK_N, SLICE])
         else:
             v = tl.reshape(v_desc.load([plane, column, n]), [SLICE, BLOCK_N]).T
-        pv = product(p8, v)
+        pv = product(p8, v, V_DTYPE)
         if V_PER_KEY:
             pv = pv * tile_scale[:, None]
         new = new + (acc[i] * alpha[:, None] + pv,)
@@ -281,7 +283,8 @@ def _forward(
     NEGATE: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr, V_MEAN: tl.constexpr, SPLIT: tl.constexpr,
     UNBOUNDED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, V_ROWS: tl.constexpr,
     Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr, FRAGMENTS: tl.constexpr,
+    K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, SLICE_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
 ):  # fmt: skip
@@ -350,7 +353,8 @@ def _forward(
                 row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
-                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, EDGE_N, CHUNK, SLICE,
+                V_ROWS, K_SIZE, V_SIZE, K_DTYPE, V_DTYPE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS,
+                BLOCK_M, EDGE_N, CHUNK, SLICE,
             )  # fmt: skip
     if MASK == "none":
         k_next = _tile_scale(k_scale, whole_begin, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
@@ -362,7 +366,8 @@ def _forward(
                 row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 False, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
-                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, BLOCK_N, CHUNK, SLICE,
+                V_ROWS, K_SIZE, V_SIZE, K_DTYPE, V_DTYPE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS,
+                BLOCK_M, BLOCK_N, CHUNK, SLICE,
             )  # fmt: skip
     if HAS_RIGHT or MASK != "none" or not EVEN:
         for n in tl.range(whole_end, end, EDGE_N):
@@ -372,7 +377,8 @@ def _forward(
                 row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
-                V_ROWS, K_SIZE, V_SIZE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS, BLOCK_M, EDGE_N, CHUNK, SLICE,
+                V_ROWS, K_SIZE, V_SIZE, K_DTYPE, V_DTYPE, P_DTYPE, P_SMALLEST_NORMAL, FRAGMENTS,
+                BLOCK_M, EDGE_N, CHUNK, SLICE,
             )  # fmt: skip
 
     query_tile, slice_group, head, split, batch = _place(
@@ -501,6 +507,9 @@ def attend(
     # FP8 weights need values with their keys together; anything wider takes them as rows.
     v_rows = p_format.dtype.itemsize > 1
     q, k, v = _planes(qkv.q), _planes(qkv.k), _planes(qkv.v.to_layout("rows" if v_rows else "permuted_columns"))
+    arch = _arch()
+    if 0 < arch < 89:  # the compiler knows no FP8 there: 16-bit products of what is read as bytes
+        k, v = (x.view(torch.uint8) if x.dtype in FP8_DTYPES else x for x in (k, v))
     q_desc = TensorDescriptor.from_tensor(q, [1, config.block_m, config.chunk])
     k_desc, v_desc = _key_value_descriptors(k, v, config.block_n, config, v_rows)
     k_edge_desc, v_edge_desc = _key_value_descriptors(k, v, config.edge_n, config, v_rows)
@@ -542,8 +551,9 @@ def attend(
         UNBOUNDED=not (q_format.scaled and qkv.k.format.scaled),
         K_PER_KEY=k_size % config.block_n != 0, V_PER_KEY=v_per_key, V_ROWS=v_rows,
         Q_SIZE=_tokens_a_scale(qkv.q), K_SIZE=k_size, V_SIZE=_tokens_a_scale(qkv.v),
+        K_DTYPE=TRITON_DTYPES[qkv.k.format.dtype], V_DTYPE=TRITON_DTYPES[qkv.v.format.dtype],
         P_DTYPE=TRITON_DTYPES[p_format.dtype], P_SMALLEST_NORMAL=p_format.smallest_normal,
-        FRAGMENTS=_hopper(),
+        FRAGMENTS=arch == 90,
         CHUNKS=-(-head_dim // config.chunk), CHUNK=config.chunk,
         SLICES=min(config.slices_v, slices), SLICE=config.slice_v, SLICE_GROUPS=slice_groups,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, EDGE_N=config.edge_n, **options,
@@ -565,10 +575,11 @@ def attend(
     return out, lse
 
 
-def _hopper() -> bool:
-    """Whether kernels are compiled for sm_90, whose register layout some casts rely on."""
-    target = None if INTERPRETED.value else triton.runtime.driver.active.get_current_target()
-    return target is not None and target.backend == "cuda" and target.arch == 90
+def _arch() -> int:
+    """What kernels are compiled for, as in sm_90; 0 in the interpreter."""
+    if INTERPRETED.value:
+        return 0
+    return int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def _key_value_descriptors(

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "FP8_DTYPES",
     "INTERPRETED",
     "TRITON_DTYPES",
     "cast",
     "decode",
+    "expand_bytes",
     "load_scalar",
     "operand_e4m3",
     "product",
@@ -20,6 +22,8 @@ __all__ = [
 
 #: Whether kernels run in the interpreter, on a CPU; fixed when Triton is imported (``TRITON_INTERPRET=1``).
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: The kernels' names for the dtypes of codes.
 TRITON_DTYPES = {
@@ -79,14 +83,27 @@ def decode(codes):
 
 
 @triton.jit
-def product(a, b):
-    """FP32 ``a @ b`` of two tiles of codes. If one has 16 bits and the other 8, the narrow one is expanded.
+def expand_bytes(codes, FORMAT: tl.constexpr):
+    """FP8 codes, read as bytes, to FP16; exact. For GPUs that do not know the format (E4M3 needs sm_89)."""
+    bits = codes.to(tl.uint16)
+    if FORMAT == tl.float8e5:  # the upper byte of an FP16
+        return (bits << 8).to(tl.float16, bitcast=True)
+    # E4M3 in FP16's places: its exponent counts from 7, FP16's from 15, so 2^8 is missing.
+    values = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), values).to(tl.float16)
+
+
+@triton.jit
+def product(a, b, FORMAT: tl.constexpr):
+    """FP32 ``a @ b`` of two tiles of codes. If a has 16 bits and b 8, b (of ``FORMAT``, maybe as bytes) is expanded.
 
     On the GPU it accumulates in the tensor core, from zero. INT8 loses its NaN: the caller's to mend.
     """
+    if b.dtype == tl.uint8:
+        b = expand_bytes(b, FORMAT)
     if INTERPRETED:
         return tl.dot(decode(a), decode(b), input_precision="ieee")
-    if a.dtype.primitive_bitwidth == 16 and b.dtype.primitive_bitwidth == 8:
+    if a.dtype.primitive_bitwidth == 16 and b.dtype != a.dtype:
         b = b.to(a.dtype)
     result = tl.dot(a, b)
     return result.to(tl.float32)
