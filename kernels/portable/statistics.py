@@ -1,0 +1,694 @@
+"""Smoothing statistics on the device: mean keys, mean values, balance, and whether taking the mean key out helps.
+
+Four kernels at most, each a plain grid over independent programs; what they hand on lies in fixed places and is summed
+in a fixed order, so that the same input gives the same bits:
+
+1. ``_partials_kernel`` reads q, k and v once. A program takes a chunk of one head's tokens and writes a *record*: how
+   many tokens count, and per channel their mean and the norm of the deviations from it.
+2. ``_merge_kernel`` merges the records of a head, and of a kv head's query heads.
+3. ``_weigh_kernel``, for ``smooth_k="auto"``: attention of sampled query rows over a chunk of keys, which yields the
+   weighted error of both candidates, c = 0 and c = mean.
+4. ``_decide_kernel`` merges those and decides.
+
+Sums of squares are kept as their roots, *norms*, and merged with a power of two taken out, so that nothing overflows or
+vanishes between 2^-126 and 2^90. Means and norms are merged by the formulas of Chan, Golub and LeVeque ("Updating
+formulae and a pairwise algorithm for computing sample variances", 1979): deviations are always from a mean of the same
+tokens, so that an offset, however large, cancels before it is squared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8attn.kernels.portable.numerics import INTERPRETED
+from fp8attn.kernels.problem import Masking
+from fp8attn.recipe import Recipe
+from fp8attn.transforms import Smoothing
+
+if TYPE_CHECKING:
+    from fp8attn.kernels.problem import Rotary
+
+__all__ = ["fit_smoothing"]
+
+_LARGEST = tl.constexpr(2.0**90)  # finite inputs are brought under it, as in the reference
+_SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides, as in the reference
+
+# How many programs share a head's tokens: a function of its length alone, so that a sequence's statistics do not depend
+# on the batch it is in. 64 records of a head are merged at once; at 16 heads of 16,384 tokens there are 1,024 programs
+# each for q and k, eight a multiprocessor of an H200.
+_MOST_CHUNKS = 64
+_TILE_ELEMENTS = 8192  # tokens x channels in registers: 64 a thread of 4 warps leave room for five programs
+_MOST_KEY_CHUNKS = 32  # each program begins with its sampled rows, whose cost 8 tiles of keys pay off
+_KEY_TILE = 64
+_MERGED_CHANNELS = 32  # a program of the second kernel; 128 bytes of a record
+_NO_LIMIT = 2**31 - 1
+
+
+def fit_smoothing(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    *,
+    scale: float,
+    rotary: Rotary | None = None,
+) -> Smoothing:
+    """The statistics that the recipe asks for, as the reference's ``fit_smoothing`` but of the tensors as they come.
+
+    Queries (B, Hq, Sq, D), keys (B, Hkv, Sk, D) and values (B, Hkv, Sk, Dv) in float32, bfloat16 or float16 and of any
+    strides. Statistics are over the tokens in use whose every channel is finite in that head; finite values count as at
+    most 2^90 in magnitude. ``scale``, the softmax scale, serves the decision of ``smooth_k="auto"`` alone.
+
+    ``rotary`` turns queries and keys first. That runs in PyTorch, in FP32: two more tensors in memory.
+
+    Nothing waits for the device and shapes follow from shapes, so that CUDA graphs capture it once it has run. The
+    answer does not depend on strides. A tensor that cannot be read in aligned vectors (a last axis that is not
+    contiguous, strides that are no multiple of what the head dim allows, a storage offset) is copied first.
+    """
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    num_kv_heads, seqlen_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    balanced, auto = recipe.balance == "rms", recipe.smooth_k == "auto"
+    if 0 in (num_q_heads, num_kv_heads) or not (balanced or recipe.smooth_k or recipe.smooth_v):
+        return Smoothing()
+
+    def statistic(wanted: bool | str, channels: int) -> torch.Tensor | None:
+        shape = (batch, num_kv_heads, 1, channels)
+        return torch.empty(shape, dtype=torch.float32, device=q.device) if wanted else None
+
+    k_mean, balance = statistic(recipe.smooth_k, head_dim), statistic(balanced, head_dim)
+    v_mean = statistic(recipe.smooth_v, head_dim_v)
+    if batch == 0:
+        return Smoothing(k_mean, v_mean, balance)
+    if rotary is not None:
+        q, k = rotary.rotate(_bounded(q), masking.diagonal), rotary.rotate(_bounded(k))
+    q, k, v = _vectorizable(q), _vectorizable(k), _vectorizable(v)
+    queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in masking.in_use)
+    chunks = (
+        _chunks(seqlen_q, _rows(head_dim)), _chunks(seqlen_k, _rows(head_dim)), _chunks(seqlen_k, _rows(head_dim_v))
+    )  # fmt: skip
+    programs = (
+        batch * num_q_heads * chunks[0][0] if balanced else 0,
+        batch * num_kv_heads * chunks[1][0] if balanced or recipe.smooth_k else 0,
+        batch * num_kv_heads * chunks[2][0] if recipe.smooth_v else 0,
+    )
+    channels = max(head_dim, head_dim_v if recipe.smooth_v else 0)
+    records, counts, candidates = (
+        torch.empty(shape, dtype=torch.float32, device=q.device)
+        for shape in ((sum(programs), 2, channels), (sum(programs),), (batch * num_kv_heads if auto else 0, 4, head_dim))
+    )
+    with torch.cuda.device_of(q):
+        if sum(programs):
+            _partials_kernel[(sum(programs),)](
+                q, _steps(q), k, _steps(k), v, _steps(v),
+                queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2),
+                records, counts, channels, programs, chunks, (num_q_heads, num_kv_heads), (seqlen_q, seqlen_k),
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, ROWS=_rows(head_dim), ROWS_V=_rows(head_dim_v),
+                WITH_Q=programs[0] > 0, WITH_K=programs[1] > 0, WITH_V=programs[2] > 0,
+                CENTER_K=bool(recipe.smooth_k), num_warps=4,
+            )  # fmt: skip
+        _merge_kernel[(batch * num_kv_heads, triton.cdiv(channels, _MERGED_CHANNELS))](
+            records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks,
+            num_q_heads // num_kv_heads, head_dim, head_dim_v,
+            SMOOTH_K=bool(recipe.smooth_k), AUTO=auto, SMOOTH_V=recipe.smooth_v, BALANCED=balanced,
+            BLOCK=_MERGED_CHANNELS, num_warps=4,
+        )  # fmt: skip
+        if auto:
+            states = _weigh(q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale)
+            _decide_kernel[(batch * num_kv_heads,)](
+                states, candidates, k_mean, balance, num_q_heads // num_kv_heads, states.shape[1], head_dim,
+                CHUNKS=triton.next_power_of_2(max(1, states.shape[1])), ROWS=_SAMPLED_ROWS,
+                BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+            )  # fmt: skip
+    return Smoothing(k_mean, v_mean, balance)
+
+
+def _weigh(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    queries_in_use: torch.Tensor | None,
+    keys_in_use: torch.Tensor | None,
+    candidates: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    scale: float,
+) -> torch.Tensor:
+    """(B * Hq, chunks of keys, 4, sampled rows): of the sampled rows' attention to each chunk, what is left to merge."""
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    num_kv_heads, seqlen_k = k.shape[1:3]
+    chunks, chunk = _chunks(seqlen_k, _KEY_TILE, _MOST_KEY_CHUNKS)
+    chunks = chunks if seqlen_q else 0
+    states = torch.empty(batch * num_q_heads, chunks, 4, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
+    left, right = (_NO_LIMIT if limit is None else min(limit, _NO_LIMIT) for limit in (masking.left, masking.right))
+    mask = masking.mask
+    if chunks:
+        _weigh_kernel[(batch * num_q_heads * chunks,)](
+            q, _steps(q), k, _steps(k),
+            queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2), mask, _strides(mask, 4),
+            candidates, states, scale * math.log2(math.e), (chunks, chunk), (num_q_heads, num_kv_heads),
+            (seqlen_q, seqlen_k), (masking.diagonal, left, right),
+            HEAD_DIM=head_dim, BLOCK_D=min(128, max(16, triton.next_power_of_2(head_dim))), BLOCK_K=_KEY_TILE,
+            ROWS=_SAMPLED_ROWS, ROTATED=recipe.rotate != "none", BANDED=(left, right) != (_NO_LIMIT, _NO_LIMIT),
+            num_warps=4,
+        )  # fmt: skip
+    return states
+
+
+# ---- Shapes and strides -----------------------------------------------------------------------------------------------
+
+
+def _chunks(seqlen: int, tile: int, most: int = _MOST_CHUNKS) -> tuple[int, int]:
+    """How many chunks a sequence is cut into, and the length of one, a multiple of ``tile`` tokens."""
+    length = tile * max(1, -(-seqlen // (tile * most)))
+    return -(-seqlen // length), length
+
+
+def _rows(head_dim: int) -> int:
+    """Tokens a tile of the first kernel."""
+    return max(1, min(128, _TILE_ELEMENTS // triton.next_power_of_2(head_dim)))
+
+
+def _alignment(head_dim: int) -> int:
+    """Elements that the rows of a contiguous tensor are aligned to: 16 at most, a power of two."""
+    return math.gcd(head_dim, 16)
+
+
+def _strides(x: torch.Tensor | None, axes: int) -> tuple[int, ...]:
+    """In elements, 0 along axes of one element, which then serve any index."""
+    return (0,) * axes if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def _steps(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of batch, head and token, in units of the alignment: the kernels multiply by that constant.
+
+    So the compiler knows the alignment and chooses the same vectors, and with them the same order of sums, for all
+    strides of a head dim.
+    """
+    return tuple(stride // _alignment(x.shape[3]) for stride in _strides(x, 4)[:3])
+
+
+def _vectorizable(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy whose tokens lie at aligned addresses with their channels side by side."""
+    unit = _alignment(x.shape[3])
+    *outer, inner = _strides(x, 4)
+    if inner in (0, 1) and x.stride(3) in (0, 1) and not any(stride % unit for stride in outer):
+        if (x.shape[3] == 1 or x.stride(3) == 1) and x.data_ptr() % 16 == 0:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    x = x.to(torch.float32)
+    return torch.where(x.isinf(), x, x.clamp(-_LARGEST.value, _LARGEST.value))
+
+
+# ---- Numerics ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _power(x):
+    """The power of two at or below x >= 0, at least 2^-126."""
+    return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2.0**-126)
+
+
+@triton.jit
+def _inverse(power):
+    """1 / power of a power of two between 2^-126 and 2^126, exactly."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _norm(x, axis: tl.constexpr):
+    """Root of the sum of squares along ``axis``."""
+    power = _power(tl.max(tl.abs(x), axis))
+    y = x * tl.expand_dims(_inverse(power), axis)
+    return power * tl.sqrt_rn(tl.sum(y * y, axis))
+
+
+@triton.jit
+def _hypotenuse(x, y):
+    """sqrt(x^2 + y^2)."""
+    power = _power(tl.maximum(tl.abs(x), tl.abs(y)))
+    inverse = _inverse(power)
+    return power * tl.sqrt_rn((x * inverse) * (x * inverse) + (y * inverse) * (y * inverse))
+
+
+@triton.jit
+def _balance(q_rms, k_rms):
+    """``transforms.balance_factors`` of channels' rms."""
+    factor = tl.div_rn(tl.sqrt_rn(k_rms), tl.sqrt_rn(tl.where(q_rms > 0, q_rms, 1.0)))
+    return tl.where((q_rms > 0) & (k_rms > 0), tl.minimum(tl.maximum(factor, 2.0**-126), 2.0**126), 1.0)
+
+
+@triton.jit
+def _bound(x):
+    """Finite values brought under 2^90; FP16 has none beyond."""
+    return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+
+
+# ---- 1. Records -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _chunk_of(index, heads, chunks, seqlen):
+    """(batch, head, first token, one past the last) of a chunk; ``chunks``: how many a head, and how long.
+
+    The one place that knows how chunks are numbered.
+    """
+    head = index // chunks[0]
+    first = (index % chunks[0]) * chunks[1]
+    return (head // heads).to(tl.int64), (head % heads).to(tl.int64), first, tl.minimum(first + chunks[1], seqlen)
+
+
+@triton.jit
+def _row_pointer(x, steps, batch, head, token, HEAD_DIM: tl.constexpr):
+    """Where a token's channels begin; ``steps`` as ``_steps`` makes them."""
+    ALIGNMENT: tl.constexpr = (HEAD_DIM | 16) & -(HEAD_DIM | 16)  # the largest power of two in both, as _alignment
+    offset = tl.cast(steps[0], tl.int64) * batch + tl.cast(steps[1], tl.int64) * head
+    return x + (offset + tl.cast(steps[2], tl.int64) * token) * ALIGNMENT
+
+
+@triton.jit
+def _in_use(keep, flags, strides, batch, token):
+    """``keep`` for the tokens that ``flags`` (B, S) marks; all if it is None."""
+    if flags is not None:
+        pointers = flags + tl.cast(strides[0], tl.int64) * batch + tl.cast(strides[1], tl.int64) * token
+        keep = keep & (tl.load(pointers, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def _moments(x, keep, n, HEAD_DIM: tl.constexpr, CENTERED: tl.constexpr, GUARDED: tl.constexpr):
+    """Mean and norm of the deviations per channel of a tile (rows, channels), and whether they can be trusted.
+
+    ``x`` is 0 in rows that ``keep`` does not mark, ``n`` at least 1. The mean is corrected by the mean deviation from
+    it, which makes it exact for a constant channel: its deviations are whole units in the last place, and so are sums
+    of them. Without ``GUARDED`` there is no care for huge and tiny values, nor for finite ones over the bound.
+    """
+    if GUARDED:
+        x = _bound(x)
+    mean = tl.zeros([x.shape[1]], tl.float32)
+    shift = mean
+    if CENTERED:
+        mean = tl.div_rn(tl.sum(x, 0), n)
+        x = tl.where(keep[:, None], x - mean[None, :], 0.0)
+        shift = tl.div_rn(tl.sum(x, 0), n)
+        mean += shift
+    if GUARDED:
+        power = _power(tl.max(tl.abs(x), 0))
+        x = x * _inverse(power)[None, :]
+        shift = shift * _inverse(power)
+        return mean, power * tl.sqrt_rn(tl.maximum(tl.sum(x * x, 0) - n * shift * shift, 0.0)), True
+    squares = tl.sum(x * x, 0) - n * shift * shift
+    # Below 2^-96 squares that matter may have vanished (a constant channel, too, is looked at again); with deviations
+    # under 2^60 and means under 2^80 no value can be over the bound.
+    usual = (squares > 2.0**-96) & (squares < 2.0**120) & (tl.abs(mean) < 2.0**80)
+    usual = usual | (tl.arange(0, x.shape[1]) >= HEAD_DIM)
+    return mean, tl.sqrt_rn(tl.maximum(squares, 0.0)), tl.min(usual.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _record(
+    x_ptr, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel, and the count."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    batch, head, first, end = _chunk_of(index, heads, chunks, seqlen)
+    base = _row_pointer(x_ptr, steps, batch, head, 0, HEAD_DIM)
+    channel = tl.arange(0, BLOCK_D)
+    n = 0.0
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    norm = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.range(first, end, ROWS):
+        token = start + tl.arange(0, ROWS)
+        keep = token < end
+        inside = keep[:, None]
+        if HEAD_DIM != BLOCK_D:
+            inside = inside & (channel < HEAD_DIM)[None, :]
+        pointers = _row_pointer(base, steps, 0, 0, token, HEAD_DIM)[:, None] + channel[None, :]
+        x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        keep = _in_use(keep, in_use, in_use_strides, batch, token)
+        # 0 times infinity or NaN is NaN: one multiply-add an element finds the tokens that are not finite.
+        keep = keep & (tl.sum(x * 0.0, 1) == 0.0)
+        x = tl.where(keep[:, None], x, 0.0)
+        tile_n = tl.sum(keep.to(tl.float32), 0)
+        if tile_n > 0:
+            tile_mean, tile_norm, usual = _moments(x, keep, tile_n, HEAD_DIM, CENTERED, False)
+            if not usual:
+                tile_mean, tile_norm, usual = _moments(x, keep, tile_n, HEAD_DIM, CENTERED, True)
+            total = n + tile_n
+            if CENTERED:
+                share = tl.div_rn(tile_n, total)
+                difference = tile_mean - mean
+                mean += difference * share
+                norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
+            norm = _hypotenuse(norm, tile_norm)
+            n = total
+    inside = channel < HEAD_DIM
+    to = records + record.to(tl.int64) * 2 * channels + channel
+    if CENTERED:
+        tl.store(to, mean, mask=inside)
+    tl.store(to + channels, norm, mask=inside)
+    tl.store(counts + record, n)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_steps", "k_steps", "v_steps", "q_in_use_strides", "k_in_use_strides",
+        "channels", "programs", "chunks", "heads", "seqlens",
+    ]
+)  # fmt: skip
+def _partials_kernel(
+    q, q_steps, k, k_steps, v, v_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides,
+    records, counts, channels, programs, chunks, heads, seqlens,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, ROWS: tl.constexpr, ROWS_V: tl.constexpr,
+    WITH_Q: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr, CENTER_K: tl.constexpr,
+):  # fmt: skip
+    """Programs of q first, then those of k, then of v. ``chunks``: for each, how many a head and how long."""
+    record = tl.program_id(0)
+    first_of_v = programs[0] + programs[1]
+    if WITH_Q:
+        if record < programs[0]:
+            _record(
+                q, q_steps, q_in_use, q_in_use_strides, records, counts, record, channels,
+                record, heads[0], chunks[0], seqlens[0], HEAD_DIM, ROWS, False,
+            )  # fmt: skip
+    if WITH_K:
+        if (record >= programs[0]) & (record < first_of_v):
+            _record(
+                k, k_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
+                record - programs[0], heads[1], chunks[1], seqlens[1], HEAD_DIM, ROWS, CENTER_K,
+            )  # fmt: skip
+    if WITH_V:
+        if record >= first_of_v:
+            _record(
+                v, v_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
+                record - first_of_v, heads[1], chunks[2], seqlens[1], HEAD_DIM_V, ROWS_V, True,
+            )  # fmt: skip
+
+
+# ---- 2. Statistics of whole heads -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _merged(records, counts, channels, first, number, channel, inside, CENTERED: tl.constexpr):
+    """(count, mean, norm) per channel of ``number`` records from ``first`` on."""
+    n = 0.0
+    mean = tl.zeros(channel.shape, tl.float32)
+    norm = tl.zeros(channel.shape, tl.float32)
+    for start in tl.range(0, number, 64):
+        i = start + tl.arange(0, 64)
+        record = first + i
+        weight = tl.load(counts + record, mask=i < number, other=0.0)
+        block_n = tl.sum(weight, 0)
+        held = (weight > 0)[:, None] & inside[None, :]
+        pointers = records + (record.to(tl.int64) * 2 * channels)[:, None] + channel[None, :]
+        block_norm = _norm(tl.load(pointers + channels, mask=held, other=0.0), 0)
+        total = tl.maximum(n + block_n, 1.0)
+        if CENTERED:
+            means = tl.load(pointers, mask=held, other=0.0)
+            safe_n = tl.maximum(block_n, 1.0)
+            # Corrected as in _moments, so that records of one mean have this mean and no spread.
+            block_mean = tl.div_rn(tl.sum(weight[:, None] * means, 0), safe_n)
+            off = tl.where(held, means - block_mean[None, :], 0.0)
+            shift = tl.div_rn(tl.sum(weight[:, None] * off, 0), safe_n)
+            block_mean += shift
+            off = tl.where(held, off - shift[None, :], 0.0) * tl.sqrt_rn(weight)[:, None]
+            block_norm = _hypotenuse(block_norm, _norm(off, 0))
+            share = tl.div_rn(block_n, total)
+            difference = block_mean - mean
+            mean += difference * share
+            norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
+        norm = _hypotenuse(norm, block_norm)
+        n += block_n
+    return n, mean, norm
+
+
+@triton.jit(do_not_specialize=["channels", "programs", "chunks", "group", "head_dim", "head_dim_v"])
+def _merge_kernel(
+    records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks, group, head_dim, head_dim_v,
+    SMOOTH_K: tl.constexpr, AUTO: tl.constexpr, SMOOTH_V: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a kv head and ``BLOCK`` channels.
+
+    With ``AUTO`` it writes what the decision needs to ``candidates`` (B * Hkv, 4, D): the mean, the balance without and
+    with the mean taken out, and the rms of balanced keys that are taken as they are.
+    """
+    kv_head = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < head_dim
+    at = kv_head.to(tl.int64) * head_dim + channel
+    if SMOOTH_K or BALANCED:
+        number = chunks[1][0]
+        n, mean, norm = _merged(
+            records, counts, channels, programs[0] + kv_head * number, number, channel, inside, SMOOTH_K
+        )
+        spread = tl.div_rn(norm, tl.sqrt_rn(tl.maximum(n, 1.0)))
+        q_rms = tl.zeros(channel.shape, tl.float32)
+        if BALANCED:
+            number = chunks[0][0] * group
+            q_n, _, q_norm = _merged(records, counts, channels, kv_head * number, number, channel, inside, False)
+            q_rms = tl.div_rn(q_norm, tl.sqrt_rn(tl.maximum(q_n, 1.0)))
+        if AUTO:
+            rms = _hypotenuse(mean, spread)
+            before = tl.full(channel.shape, 1.0, tl.float32)
+            after = before
+            if BALANCED:
+                before, after = _balance(q_rms, rms), _balance(q_rms, spread)
+            at = kv_head.to(tl.int64) * 4 * head_dim + channel
+            tl.store(candidates + at, mean, mask=inside)
+            tl.store(candidates + head_dim + at, before, mask=inside)
+            tl.store(candidates + 2 * head_dim + at, after, mask=inside)
+            tl.store(candidates + 3 * head_dim + at, tl.div_rn(rms, before), mask=inside)
+        else:
+            if SMOOTH_K:
+                tl.store(k_mean + at, mean, mask=inside)
+            if BALANCED:
+                tl.store(balance + at, _balance(q_rms, spread), mask=inside)
+    if SMOOTH_V:
+        inside = channel < head_dim_v
+        number = chunks[2][0]
+        first = programs[0] + programs[1] + kv_head * number
+        _, mean, _ = _merged(records, counts, channels, first, number, channel, inside, True)
+        tl.store(v_mean + kv_head.to(tl.int64) * head_dim_v + channel, mean, mask=inside)
+
+
+# ---- 3. Weighted errors on sampled rows -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(pointers, inside):
+    """Bounded FP32 values, 0 in rows that are not finite, and which are."""
+    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    finite = tl.sum(x * 0.0, 1) == 0.0
+    return tl.where(finite[:, None], _bound(x), 0.0), finite
+
+
+@triton.jit
+def _scores(a, b, dtype: tl.constexpr):
+    """FP32 ``a @ b.T`` of FP32 values that ``dtype`` holds exactly: FP32 products even where the tensor core is narrower."""
+    if INTERPRETED:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+    if dtype == tl.float32:
+        return tl.dot(a, tl.trans(b), input_precision="tf32x3")
+    return tl.dot(a.to(dtype), tl.trans(b.to(dtype)))
+
+
+@triton.jit
+def _key_factors(candidates, channel, inside, head_dim, inverse_unit):
+    """The mean, and what keys are multiplied by before and after it is taken out."""
+    mean = tl.load(candidates + channel, mask=inside, other=0.0)
+    before = tl.load(candidates + head_dim + channel, mask=inside, other=1.0)
+    after = tl.load(candidates + 2 * head_dim + channel, mask=inside, other=1.0)
+    # Bounded: the keys of a channel so weak that this matters vanish beside the others.
+    before = tl.minimum(tl.div_rn(inverse_unit, before), 2.0**126)
+    return mean, before, tl.minimum(tl.div_rn(inverse_unit, after), 2.0**126)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_steps", "k_steps", "q_in_use_strides", "k_in_use_strides", "mask_strides",
+        "chunks", "heads", "seqlens", "band",
+    ]
+)  # fmt: skip
+def _weigh_kernel(
+    q, q_steps, k, k_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides, mask, mask_strides,
+    candidates, states, log2_scale, chunks, heads, seqlens, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    ROTATED: tl.constexpr, BANDED: tl.constexpr,
+):  # fmt: skip
+    """Attention of a head's sampled rows to one chunk of keys; the query heads that read the same chunk are neighbours.
+
+    Of a row r it writes the largest logit m (in log2 units; +inf if any is infinite or NaN: the row is then left out),
+    the sum l of the weights 2^(logit - m), and the weighted norms e_0, e_1 of the errors: with rotation
+    e_c^2 = |q_r b_c|^2 sum_j 2^(logit - m) |(k_j - c) / b_c|^2, without it the sum over channels of q_ri^2 (k_ji - c_i)^2
+    for both factors, from which the balance cancels. The keys have a power of two of the head taken out.
+    """
+    CHANNEL_BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    group = heads[0] // heads[1]
+    index = tl.program_id(0)
+    member = index % group
+    batch, kv_head, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1])
+    head = kv_head * group + member
+    candidates += (batch * heads[1] + kv_head) * 4 * HEAD_DIM
+    i = tl.arange(0, ROWS)
+    sampled = tl.minimum(seqlens[0], ROWS)
+    # linspace(0, seqlen - 1, sampled), rounded; exact, and no value lies halfway between two integers.
+    gaps = tl.maximum(sampled - 1, 1)
+    row = (2 * i.to(tl.int64) * (seqlens[0] - 1) + gaps) // (2 * gaps)
+    seen_by = _in_use(i < sampled, q_in_use, q_in_use_strides, batch, row)
+    q_base = _row_pointer(q, q_steps, batch, head, row, HEAD_DIM)[:, None]
+    k_base = _row_pointer(k, k_steps, batch, kv_head, 0, HEAD_DIM)
+
+    # What the rows and the head are measured in
+    q_norm_before = tl.zeros([ROWS], tl.float32)
+    q_norm_after = tl.zeros([ROWS], tl.float32)
+    largest_k = 0.0
+    for block in tl.static_range(CHANNEL_BLOCKS):
+        channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = channel < HEAD_DIM
+        q_tile, finite = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :])
+        seen_by = seen_by & finite
+        if ROTATED:
+            before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
+            after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
+            q_norm_before = _hypotenuse(q_norm_before, _norm(q_tile * before[None, :], 1))
+            q_norm_after = _hypotenuse(q_norm_after, _norm(q_tile * after[None, :], 1))
+        else:
+            q_norm_before = tl.maximum(q_norm_before, tl.max(tl.abs(q_tile), 1))
+        k_rms = tl.load(candidates + 3 * HEAD_DIM + channel, mask=inside, other=0.0)
+        if not ROTATED:
+            k_rms *= tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
+        largest_k = tl.maximum(largest_k, tl.max(k_rms, 0))
+    inverse_unit = _inverse(_power(largest_k))
+    if not ROTATED:
+        q_norm_before = _power(q_norm_before)
+        q_norm_after = q_norm_before
+    q_inverse = _inverse(q_norm_before)
+
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    error_before = tl.zeros([ROWS], tl.float32)
+    error_after = tl.zeros([ROWS], tl.float32)
+    channel = tl.arange(0, BLOCK_D)
+    inside = channel < HEAD_DIM
+    mean, factor_before, factor_after = _key_factors(candidates, channel, inside, HEAD_DIM, inverse_unit)
+    for start in tl.range(first, end, BLOCK_K):
+        key = start + tl.arange(0, BLOCK_K)
+        usable = _in_use(key < end, k_in_use, k_in_use_strides, batch, key)
+        pointers = _row_pointer(k_base, k_steps, 0, 0, key, HEAD_DIM)[:, None]
+        scores = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        if ROTATED:
+            before = tl.zeros([BLOCK_K], tl.float32)
+            after = tl.zeros([BLOCK_K], tl.float32)
+        else:
+            before = tl.zeros([ROWS, BLOCK_K], tl.float32)
+            after = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        for block in tl.static_range(CHANNEL_BLOCKS):
+            if CHANNEL_BLOCKS > 1:
+                channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+                inside = channel < HEAD_DIM
+                q_tile, _ = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :])
+                mean, factor_before, factor_after = _key_factors(candidates, channel, inside, HEAD_DIM, inverse_unit)
+            k_tile, finite = _tile(pointers + channel[None, :], (key < end)[:, None] & inside[None, :])
+            usable = usable & finite
+            scores += _scores(q_tile, k_tile, k.dtype.element_ty)
+            k_before = k_tile * factor_before[None, :]
+            k_after = (k_tile - mean[None, :]) * factor_after[None, :]
+            if ROTATED:
+                before += tl.sum(k_before * k_before, 1)
+                after += tl.sum(k_after * k_after, 1)
+            else:
+                q_squares = (q_tile * q_inverse[:, None]) * (q_tile * q_inverse[:, None])
+                before += _scores(q_squares, k_before * k_before, tl.float32)
+                after += _scores(q_squares, k_after * k_after, tl.float32)
+        logits = scores * log2_scale
+        visible = seen_by[:, None] & usable[None, :]
+        if BANDED:
+            offset = key[None, :] - (row.to(tl.int32)[:, None] + band[0])
+            visible = visible & (offset >= -band[1]) & (offset <= band[2])
+        if mask is not None:
+            at = tl.cast(mask_strides[0], tl.int64) * batch + tl.cast(mask_strides[1], tl.int64) * head
+            at += tl.cast(mask_strides[2], tl.int64) * row[:, None]
+            at += tl.cast(mask_strides[3], tl.int64) * key[None, :]
+            entry = tl.load(mask + at, mask=visible, other=0)
+            if mask.dtype.element_ty.is_floating():
+                entry = entry.to(tl.float32)
+                visible = visible & (entry > -float("inf"))
+                logits += entry * 1.4426950408889634  # log2(e)
+            else:
+                visible = visible & (entry != 0)
+        logits = tl.where(logits == logits, logits, float("inf"))
+        logits = tl.where(visible, logits, -float("inf"))
+        higher = tl.maximum(largest, tl.max(logits, 1))
+        # Neither infinity is subtracted from itself; a row that reaches +inf is of no use any more.
+        reference = tl.where(tl.abs(higher) < float("inf"), higher, 0.0)
+        weights = tl.exp2(tl.minimum(logits - reference[:, None], 0.0))
+        decay = tl.exp2(tl.minimum(largest - reference, 0.0))
+        total = total * decay + tl.sum(weights, 1)
+        if ROTATED:
+            before = before[None, :]
+            after = after[None, :]
+        error_before = error_before * decay + tl.sum(weights * before, 1)
+        error_after = error_after * decay + tl.sum(weights * after, 1)
+        largest = higher
+    to = states + ((batch * heads[0] + head) * chunks[0] + (index // group) % chunks[0]) * 4 * ROWS + i
+    tl.store(to, largest)
+    tl.store(to + ROWS, total)
+    tl.store(to + 2 * ROWS, q_norm_before * tl.sqrt_rn(error_before))
+    tl.store(to + 3 * ROWS, q_norm_after * tl.sqrt_rn(error_after))
+
+
+# ---- 4. The decision --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decide_kernel(
+    states, candidates, k_mean, balance, group, chunks, head_dim,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program a kv head: ``transforms.mean_out_helps``, and with it the mean to take out and the balance."""
+    kv_head = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)[:, None]
+    # Errors of the kv head: the norm over query heads of each head's root mean square over its rows that see a key
+    before = 0.0
+    after = 0.0
+    for member in tl.range(0, group):
+        at = ((kv_head * group + member) * chunks + chunk) * 4 * ROWS + tl.arange(0, ROWS)[None, :]
+        held = chunk < chunks
+        largest = tl.load(states + at, mask=held, other=-float("inf"))
+        highest = tl.max(largest, 0)
+        counts = tl.abs(highest) < float("inf")
+        reference = tl.where(counts, highest, 0.0)
+        weighs = counts[None, :] & (largest > -float("inf"))
+        weight = tl.where(weighs, tl.exp2(tl.minimum(largest - reference[None, :], 0.0)), 0.0)
+        total = tl.load(states + at + ROWS, mask=weighs, other=0.0)
+        error_before = tl.load(states + at + 2 * ROWS, mask=weighs, other=0.0)
+        error_after = tl.load(states + at + 3 * ROWS, mask=weighs, other=0.0)
+        power = _power(tl.max(tl.max(tl.maximum(error_before, error_after), 0), 0))
+        error_before *= _inverse(power)
+        error_after *= _inverse(power)
+        mass = tl.sum(weight * total, 0)
+        mass = tl.where(counts, mass, 1.0)
+        rows = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
+        mean_before = tl.sum(tl.sum(weight * error_before * error_before, 0) / mass, 0) / rows
+        mean_after = tl.sum(tl.sum(weight * error_after * error_after, 0) / mass, 0) / rows
+        before = _hypotenuse(before, power * tl.sqrt_rn(mean_before))
+        after = _hypotenuse(after, power * tl.sqrt_rn(mean_after))
+    helps = after < before
+    channel = tl.arange(0, BLOCK_D)
+    inside = channel < head_dim
+    candidates += kv_head * 4 * head_dim + channel
+    to = kv_head * head_dim + channel
+    tl.store(k_mean + to, tl.where(helps, tl.load(candidates, mask=inside, other=0.0), 0.0), mask=inside)
+    if balance is not None:
+        unsmoothed = tl.load(candidates + head_dim, mask=inside, other=1.0)
+        smoothed = tl.load(candidates + 2 * head_dim, mask=inside, other=1.0)
+        tl.store(balance + to, tl.where(helps, smoothed, unsmoothed), mask=inside)
