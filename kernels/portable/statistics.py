@@ -19,8 +19,7 @@ tokens, so that an offset, however large, cancels before it is squared.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -101,7 +100,11 @@ def fit_smoothing(
     channels = max(head_dim, head_dim_v if recipe.smooth_v else 0)
     records, counts, candidates = (
         torch.empty(shape, dtype=torch.float32, device=q.device)
-        for shape in ((sum(programs), 2, channels), (sum(programs),), (batch * num_kv_heads if auto else 0, 4, head_dim))
+        for shape in (
+            (sum(programs), 2, channels),
+            (sum(programs),),
+            (batch * num_kv_heads if auto else 0, 5, head_dim),
+        )
     )
     with torch.cuda.device_of(q):
         if sum(programs):
@@ -139,7 +142,7 @@ def _weigh(
     masking: Masking,
     scale: float,
 ) -> torch.Tensor:
-    """(B * Hq, chunks of keys, 4, sampled rows): of the sampled rows' attention to each chunk, what is left to merge."""
+    """Of the sampled rows' attention to each chunk of keys, what is left to merge: (B * Hq, chunks, 4, rows)."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_k = k.shape[1:3]
     chunks, chunk = _chunks(seqlen_k, _KEY_TILE, _MOST_KEY_CHUNKS)
@@ -160,7 +163,7 @@ def _weigh(
     return states
 
 
-# ---- Shapes and strides -----------------------------------------------------------------------------------------------
+# ---- Shapes and strides ----------------------------------------------------------------------------------------------
 
 
 def _chunks(seqlen: int, tile: int, most: int = _MOST_CHUNKS) -> tuple[int, int]:
@@ -195,11 +198,10 @@ def _steps(x: torch.Tensor) -> tuple[int, ...]:
 
 def _vectorizable(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a copy whose tokens lie at aligned addresses with their channels side by side."""
-    unit = _alignment(x.shape[3])
     *outer, inner = _strides(x, 4)
-    if inner in (0, 1) and x.stride(3) in (0, 1) and not any(stride % unit for stride in outer):
-        if (x.shape[3] == 1 or x.stride(3) == 1) and x.data_ptr() % 16 == 0:
-            return x
+    aligned = x.data_ptr() % 16 == 0 and not any(stride % _alignment(x.shape[3]) for stride in outer)
+    if aligned and (inner == 1 or x.shape[3] == 1):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -208,7 +210,7 @@ def _bounded(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isinf(), x, x.clamp(-_LARGEST.value, _LARGEST.value))
 
 
-# ---- Numerics ---------------------------------------------------------------------------------------------------------
+# ---- Numerics --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -252,7 +254,7 @@ def _bound(x):
     return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
 
 
-# ---- 1. Records -------------------------------------------------------------------------------------------------------
+# ---- 1. Records ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -284,73 +286,111 @@ def _in_use(keep, flags, strides, batch, token):
 
 
 @triton.jit
-def _moments(x, keep, n, HEAD_DIM: tl.constexpr, CENTERED: tl.constexpr, GUARDED: tl.constexpr):
-    """Mean and norm of the deviations per channel of a tile (rows, channels), and whether they can be trusted.
+def _plain_moments(base, steps, first, end, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr):
+    """Mean and norm per channel of whole tiles of rows that all count, and whether they can be trusted.
 
-    ``x`` is 0 in rows that ``keep`` does not mark, ``n`` at least 1. The mean is corrected by the mean deviation from
-    it, which makes it exact for a constant channel: its deviations are whole units in the last place, and so are sums
-    of them. Without ``GUARDED`` there is no care for huge and tiny values, nor for finite ones over the bound.
+    Few instructions an element: nothing is done about tokens that are not finite or over the bound, nor about squares
+    that overflow or vanish, but afterwards it shows.
     """
-    if GUARDED:
-        x = _bound(x)
-    mean = tl.zeros([x.shape[1]], tl.float32)
-    shift = mean
-    if CENTERED:
-        mean = tl.div_rn(tl.sum(x, 0), n)
-        x = tl.where(keep[:, None], x - mean[None, :], 0.0)
-        shift = tl.div_rn(tl.sum(x, 0), n)
-        mean += shift
-    if GUARDED:
-        power = _power(tl.max(tl.abs(x), 0))
-        x = x * _inverse(power)[None, :]
-        shift = shift * _inverse(power)
-        return mean, power * tl.sqrt_rn(tl.maximum(tl.sum(x * x, 0) - n * shift * shift, 0.0)), True
-    squares = tl.sum(x * x, 0) - n * shift * shift
-    # Below 2^-96 squares that matter may have vanished (a constant channel, too, is looked at again); with deviations
-    # under 2^60 and means under 2^80 no value can be over the bound.
-    usual = (squares > 2.0**-96) & (squares < 2.0**120) & (tl.abs(mean) < 2.0**80)
-    usual = usual | (tl.arange(0, x.shape[1]) >= HEAD_DIM)
-    return mean, tl.sqrt_rn(tl.maximum(squares, 0.0)), tl.min(usual.to(tl.int32), 0) > 0
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    channel = tl.arange(0, BLOCK_D)
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    squares = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.range(first, end, ROWS):
+        pointers = _row_pointer(base, steps, 0, 0, start + tl.arange(0, ROWS), HEAD_DIM)[:, None] + channel[None, :]
+        x = tl.load(pointers, mask=channel[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
+        if CENTERED:
+            tile_mean = tl.sum(x, 0) * (1.0 / ROWS)
+            x -= tile_mean[None, :]
+            n = (start - first).to(tl.float32)
+            share = ROWS / (n + ROWS)
+            difference = tile_mean - mean
+            mean += difference * share
+            squares += difference * difference * (n * share)
+        squares += tl.sum(x * x, 0)
+    # NaN, infinity and values over the bound leave squares or a mean that are not small. Squares of less than 2^-75 may
+    # have vanished, 2^24 of them from a sum of 2^-96 without being missed. With a mean under 2^12 times the deviations,
+    # its own rounding, 2^-23 of it, adds at most 2^-22 of the squares; closer to a constant, only exact will do.
+    rows = (end - first).to(tl.float32)
+    trusted = (squares > 2.0**-96) & (squares < 2.0**110) & (tl.abs(mean) < 2.0**55)
+    trusted = trusted & (squares > (mean * mean) * (rows * 2.0**-24))
+    trusted = trusted | (channel >= HEAD_DIM)
+    return mean, tl.sqrt_rn(squares), tl.min(trusted.to(tl.int32), 0) > 0
 
 
 @triton.jit
-def _record(
-    x_ptr, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen,
+def _guarded_moments(
+    base, steps, in_use, in_use_strides, batch, first, end,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel, and the count."""
+    """Count, mean and norm of the rows that count, whatever they hold, and whether all are finite and within the bound.
+
+    A tile's mean is corrected by the mean deviation from it. That makes it exact for a constant channel, whose
+    deviations are whole units in the last place and so are sums of them: its norm is 0.
+    """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    batch, head, first, end = _chunk_of(index, heads, chunks, seqlen)
-    base = _row_pointer(x_ptr, steps, batch, head, 0, HEAD_DIM)
     channel = tl.arange(0, BLOCK_D)
     n = 0.0
     mean = tl.zeros([BLOCK_D], tl.float32)
     norm = tl.zeros([BLOCK_D], tl.float32)
+    plain = 1
     for start in tl.range(first, end, ROWS):
         token = start + tl.arange(0, ROWS)
-        keep = token < end
-        inside = keep[:, None]
-        if HEAD_DIM != BLOCK_D:
-            inside = inside & (channel < HEAD_DIM)[None, :]
         pointers = _row_pointer(base, steps, 0, 0, token, HEAD_DIM)[:, None] + channel[None, :]
+        inside = (token < end)[:, None] & (channel < HEAD_DIM)[None, :]
         x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-        keep = _in_use(keep, in_use, in_use_strides, batch, token)
-        # 0 times infinity or NaN is NaN: one multiply-add an element finds the tokens that are not finite.
-        keep = keep & (tl.sum(x * 0.0, 1) == 0.0)
-        x = tl.where(keep[:, None], x, 0.0)
+        largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+        plain = tl.minimum(plain, tl.min((largest <= _LARGEST).to(tl.int32), 0))
+        keep = _in_use((token < end) & (largest < float("inf")), in_use, in_use_strides, batch, token)
+        x = _bound(tl.where(keep[:, None], x, 0.0))
         tile_n = tl.sum(keep.to(tl.float32), 0)
-        if tile_n > 0:
-            tile_mean, tile_norm, usual = _moments(x, keep, tile_n, HEAD_DIM, CENTERED, False)
-            if not usual:
-                tile_mean, tile_norm, usual = _moments(x, keep, tile_n, HEAD_DIM, CENTERED, True)
-            total = n + tile_n
-            if CENTERED:
-                share = tl.div_rn(tile_n, total)
-                difference = tile_mean - mean
-                mean += difference * share
-                norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
-            norm = _hypotenuse(norm, tile_norm)
-            n = total
+        total = tl.maximum(n + tile_n, 1.0)
+        if CENTERED:
+            divisor = tl.maximum(tile_n, 1.0)
+            tile_mean = tl.div_rn(tl.sum(x, 0), divisor)
+            x = tl.where(keep[:, None], x - tile_mean[None, :], 0.0)
+            shift = tl.div_rn(tl.sum(x, 0), divisor)
+            tile_mean += shift
+            x = tl.where(keep[:, None], x - shift[None, :], 0.0)
+            share = tl.div_rn(tile_n, total)
+            difference = tile_mean - mean
+            mean += difference * share
+            norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
+        norm = _hypotenuse(norm, _norm(x, 0))
+        n += tile_n
+    return n, mean, norm, plain
+
+
+@triton.jit
+def _record(
+    x, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel.
+
+    To ``counts`` goes the number n of rows that count, or -1 - n if some token of the chunk is not finite or over the
+    bound.
+    """
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    batch, head, first, end = _chunk_of(index, heads, chunks, seqlen)
+    base = _row_pointer(x, steps, batch, head, 0, HEAD_DIM)
+    n = (end - first).to(tl.float32)
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    norm = tl.zeros([BLOCK_D], tl.float32)
+    trusted = (end - first) % ROWS == 0
+    if in_use is not None:
+        for start in tl.range(first, end, ROWS):
+            token = start + tl.arange(0, ROWS)
+            used = _in_use(token < end, in_use, in_use_strides, batch, token)
+            trusted = trusted & (tl.min(used.to(tl.int32), 0) > 0)
+    if trusted:
+        mean, norm, trusted = _plain_moments(base, steps, first, end, HEAD_DIM, ROWS, CENTERED)
+    if not trusted:
+        n, mean, norm, plain = _guarded_moments(
+            base, steps, in_use, in_use_strides, batch, first, end, HEAD_DIM, ROWS, CENTERED
+        )
+        n = tl.where(plain > 0, n, -1.0 - n)
+    channel = tl.arange(0, BLOCK_D)
     inside = channel < HEAD_DIM
     to = records + record.to(tl.int64) * 2 * channels + channel
     if CENTERED:
@@ -374,39 +414,40 @@ def _partials_kernel(
     """Programs of q first, then those of k, then of v. ``chunks``: for each, how many a head and how long."""
     record = tl.program_id(0)
     first_of_v = programs[0] + programs[1]
-    if WITH_Q:
-        if record < programs[0]:
-            _record(
-                q, q_steps, q_in_use, q_in_use_strides, records, counts, record, channels,
-                record, heads[0], chunks[0], seqlens[0], HEAD_DIM, ROWS, False,
-            )  # fmt: skip
-    if WITH_K:
-        if (record >= programs[0]) & (record < first_of_v):
-            _record(
-                k, k_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
-                record - programs[0], heads[1], chunks[1], seqlens[1], HEAD_DIM, ROWS, CENTER_K,
-            )  # fmt: skip
-    if WITH_V:
-        if record >= first_of_v:
-            _record(
-                v, v_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
-                record - first_of_v, heads[1], chunks[2], seqlens[1], HEAD_DIM_V, ROWS_V, True,
-            )  # fmt: skip
+    if WITH_Q and record < programs[0]:
+        _record(
+            q, q_steps, q_in_use, q_in_use_strides, records, counts, record, channels,
+            record, heads[0], chunks[0], seqlens[0], HEAD_DIM, ROWS, False,
+        )  # fmt: skip
+    if WITH_K and record >= programs[0] and record < first_of_v:
+        _record(
+            k, k_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
+            record - programs[0], heads[1], chunks[1], seqlens[1], HEAD_DIM, ROWS, CENTER_K,
+        )  # fmt: skip
+    if WITH_V and record >= first_of_v:
+        _record(
+            v, v_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
+            record - first_of_v, heads[1], chunks[2], seqlens[1], HEAD_DIM_V, ROWS_V, True,
+        )  # fmt: skip
 
 
-# ---- 2. Statistics of whole heads -------------------------------------------------------------------------------------
+# ---- 2. Statistics of whole heads ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _merged(records, counts, channels, first, number, channel, inside, CENTERED: tl.constexpr):
-    """(count, mean, norm) per channel of ``number`` records from ``first`` on."""
+    """Count, mean and norm per channel of ``number`` records from ``first`` on, and whether all their tokens are finite
+    and within the bound."""
     n = 0.0
+    plain = 1
     mean = tl.zeros(channel.shape, tl.float32)
     norm = tl.zeros(channel.shape, tl.float32)
     for start in tl.range(0, number, 64):
         i = start + tl.arange(0, 64)
         record = first + i
         weight = tl.load(counts + record, mask=i < number, other=0.0)
+        plain = tl.minimum(plain, tl.min((weight >= 0).to(tl.int32), 0))
+        weight = tl.where(weight < 0, -1.0 - weight, weight)
         block_n = tl.sum(weight, 0)
         held = (weight > 0)[:, None] & inside[None, :]
         pointers = records + (record.to(tl.int64) * 2 * channels)[:, None] + channel[None, :]
@@ -428,7 +469,7 @@ def _merged(records, counts, channels, first, number, channel, inside, CENTERED:
             norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
         norm = _hypotenuse(norm, block_norm)
         n += block_n
-    return n, mean, norm
+    return n, mean, norm, plain
 
 
 @triton.jit(do_not_specialize=["channels", "programs", "chunks", "group", "head_dim", "head_dim_v"])
@@ -438,8 +479,9 @@ def _merge_kernel(
 ):  # fmt: skip
     """One program a kv head and ``BLOCK`` channels.
 
-    With ``AUTO`` it writes what the decision needs to ``candidates`` (B * Hkv, 4, D): the mean, the balance without and
-    with the mean taken out, and the rms of balanced keys that are taken as they are.
+    With ``AUTO`` it writes what the decision needs to ``candidates`` (B * Hkv, 5, D): the mean, the balance without and
+    with the mean taken out, the rms of balanced keys that are taken as they are, and 1 where all keys are finite and
+    within the bound.
     """
     kv_head = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -447,14 +489,14 @@ def _merge_kernel(
     at = kv_head.to(tl.int64) * head_dim + channel
     if SMOOTH_K or BALANCED:
         number = chunks[1][0]
-        n, mean, norm = _merged(
+        n, mean, norm, plain = _merged(
             records, counts, channels, programs[0] + kv_head * number, number, channel, inside, SMOOTH_K
         )
         spread = tl.div_rn(norm, tl.sqrt_rn(tl.maximum(n, 1.0)))
         q_rms = tl.zeros(channel.shape, tl.float32)
         if BALANCED:
             number = chunks[0][0] * group
-            q_n, _, q_norm = _merged(records, counts, channels, kv_head * number, number, channel, inside, False)
+            q_n, _, q_norm, _ = _merged(records, counts, channels, kv_head * number, number, channel, inside, False)
             q_rms = tl.div_rn(q_norm, tl.sqrt_rn(tl.maximum(q_n, 1.0)))
         if AUTO:
             rms = _hypotenuse(mean, spread)
@@ -462,11 +504,12 @@ def _merge_kernel(
             after = before
             if BALANCED:
                 before, after = _balance(q_rms, rms), _balance(q_rms, spread)
-            at = kv_head.to(tl.int64) * 4 * head_dim + channel
+            at = kv_head.to(tl.int64) * 5 * head_dim + channel
             tl.store(candidates + at, mean, mask=inside)
             tl.store(candidates + head_dim + at, before, mask=inside)
             tl.store(candidates + 2 * head_dim + at, after, mask=inside)
             tl.store(candidates + 3 * head_dim + at, tl.div_rn(rms, before), mask=inside)
+            tl.store(candidates + 4 * head_dim + at, tl.zeros(channel.shape, tl.float32) + plain, mask=inside)
         else:
             if SMOOTH_K:
                 tl.store(k_mean + at, mean, mask=inside)
@@ -476,24 +519,28 @@ def _merge_kernel(
         inside = channel < head_dim_v
         number = chunks[2][0]
         first = programs[0] + programs[1] + kv_head * number
-        _, mean, _ = _merged(records, counts, channels, first, number, channel, inside, True)
+        _, mean, _, _ = _merged(records, counts, channels, first, number, channel, inside, True)
         tl.store(v_mean + kv_head.to(tl.int64) * head_dim_v + channel, mean, mask=inside)
 
 
-# ---- 3. Weighted errors on sampled rows -------------------------------------------------------------------------------
+# ---- 3. Weighted errors on sampled rows ------------------------------------------------------------------------------
 
 
 @triton.jit
-def _tile(pointers, inside):
-    """Bounded FP32 values, 0 in rows that are not finite, and which are."""
+def _tile(pointers, inside, plain):
+    """FP32 values, and which rows are finite. Unless ``plain``, other rows become 0 and values are bounded."""
     x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.sum(x * 0.0, 1) == 0.0
-    return tl.where(finite[:, None], _bound(x), 0.0), finite
+    finite = tl.full([x.shape[0]], True, tl.int1)
+    if not plain:
+        largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+        finite = largest < float("inf")
+        x = _bound(tl.where(finite[:, None], x, 0.0))
+    return x, finite
 
 
 @triton.jit
 def _scores(a, b, dtype: tl.constexpr):
-    """FP32 ``a @ b.T`` of FP32 values that ``dtype`` holds exactly: FP32 products even where the tensor core is narrower."""
+    """``a @ b.T`` of FP32 values that ``dtype`` holds exactly, to FP32's accuracy."""
     if INTERPRETED:
         return tl.dot(a, tl.trans(b), input_precision="ieee")
     if dtype == tl.float32:
@@ -502,14 +549,18 @@ def _scores(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def _key_factors(candidates, channel, inside, head_dim, inverse_unit):
-    """The mean, and what keys are multiplied by before and after it is taken out."""
+def _key_factors(candidates, channel, inside, head_dim, inverse_unit, ROTATED: tl.constexpr):
+    """What keys are multiplied by before and after the mean is taken out, and the mean times the latter."""
     mean = tl.load(candidates + channel, mask=inside, other=0.0)
+    if not ROTATED:  # the balance cancels
+        factor = tl.zeros(channel.shape, tl.float32) + inverse_unit
+        return factor, factor, mean * factor
     before = tl.load(candidates + head_dim + channel, mask=inside, other=1.0)
     after = tl.load(candidates + 2 * head_dim + channel, mask=inside, other=1.0)
     # Bounded: the keys of a channel so weak that this matters vanish beside the others.
     before = tl.minimum(tl.div_rn(inverse_unit, before), 2.0**126)
-    return mean, before, tl.minimum(tl.div_rn(inverse_unit, after), 2.0**126)
+    after = tl.minimum(tl.div_rn(inverse_unit, after), 2.0**126)
+    return before, after, mean * after
 
 
 @triton.jit(
@@ -528,8 +579,8 @@ def _weigh_kernel(
 
     Of a row r it writes the largest logit m (in log2 units; +inf if any is infinite or NaN: the row is then left out),
     the sum l of the weights 2^(logit - m), and the weighted norms e_0, e_1 of the errors: with rotation
-    e_c^2 = |q_r b_c|^2 sum_j 2^(logit - m) |(k_j - c) / b_c|^2, without it the sum over channels of q_ri^2 (k_ji - c_i)^2
-    for both factors, from which the balance cancels. The keys have a power of two of the head taken out.
+    e_c^2 = |q_r b_c|^2 sum_j 2^(logit - m) |(k_j - c) / b_c|^2; without it sum_i q_ri^2 (k_ji - c_i)^2 stands for the
+    two norms, from which the balance cancels. The keys have a power of two of the head taken out.
     """
     CHANNEL_BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     group = heads[0] // heads[1]
@@ -537,7 +588,7 @@ def _weigh_kernel(
     member = index % group
     batch, kv_head, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1])
     head = kv_head * group + member
-    candidates += (batch * heads[1] + kv_head) * 4 * HEAD_DIM
+    candidates += (batch * heads[1] + kv_head) * 5 * HEAD_DIM
     i = tl.arange(0, ROWS)
     sampled = tl.minimum(seqlens[0], ROWS)
     # linspace(0, seqlen - 1, sampled), rounded; exact, and no value lies halfway between two integers.
@@ -554,13 +605,13 @@ def _weigh_kernel(
     for block in tl.static_range(CHANNEL_BLOCKS):
         channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = channel < HEAD_DIM
-        q_tile, finite = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :])
+        q_tile, finite = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :], False)
         seen_by = seen_by & finite
         if ROTATED:
-            before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
-            after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
-            q_norm_before = _hypotenuse(q_norm_before, _norm(q_tile * before[None, :], 1))
-            q_norm_after = _hypotenuse(q_norm_after, _norm(q_tile * after[None, :], 1))
+            b_before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
+            b_after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
+            q_norm_before = _hypotenuse(q_norm_before, _norm(q_tile * b_before[None, :], 1))
+            q_norm_after = _hypotenuse(q_norm_after, _norm(q_tile * b_after[None, :], 1))
         else:
             q_norm_before = tl.maximum(q_norm_before, tl.max(tl.abs(q_tile), 1))
         k_rms = tl.load(candidates + 3 * HEAD_DIM + channel, mask=inside, other=0.0)
@@ -568,6 +619,7 @@ def _weigh_kernel(
             k_rms *= tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
         largest_k = tl.maximum(largest_k, tl.max(k_rms, 0))
     inverse_unit = _inverse(_power(largest_k))
+    plain = tl.load(candidates + 4 * HEAD_DIM) > 0
     if not ROTATED:
         q_norm_before = _power(q_norm_before)
         q_norm_after = q_norm_before
@@ -579,7 +631,7 @@ def _weigh_kernel(
     error_after = tl.zeros([ROWS], tl.float32)
     channel = tl.arange(0, BLOCK_D)
     inside = channel < HEAD_DIM
-    mean, factor_before, factor_after = _key_factors(candidates, channel, inside, HEAD_DIM, inverse_unit)
+    factor_before, factor_after, mean = _key_factors(candidates, channel, inside, HEAD_DIM, inverse_unit, ROTATED)
     for start in tl.range(first, end, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
         usable = _in_use(key < end, k_in_use, k_in_use_strides, batch, key)
@@ -595,13 +647,15 @@ def _weigh_kernel(
             if CHANNEL_BLOCKS > 1:
                 channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
                 inside = channel < HEAD_DIM
-                q_tile, _ = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :])
-                mean, factor_before, factor_after = _key_factors(candidates, channel, inside, HEAD_DIM, inverse_unit)
-            k_tile, finite = _tile(pointers + channel[None, :], (key < end)[:, None] & inside[None, :])
+                q_tile, _ = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :], False)
+                factor_before, factor_after, mean = _key_factors(
+                    candidates, channel, inside, HEAD_DIM, inverse_unit, ROTATED
+                )
+            k_tile, finite = _tile(pointers + channel[None, :], (key < end)[:, None] & inside[None, :], plain)
             usable = usable & finite
             scores += _scores(q_tile, k_tile, k.dtype.element_ty)
             k_before = k_tile * factor_before[None, :]
-            k_after = (k_tile - mean[None, :]) * factor_after[None, :]
+            k_after = k_tile * factor_after[None, :] - mean[None, :]
             if ROTATED:
                 before += tl.sum(k_before * k_before, 1)
                 after += tl.sum(k_after * k_after, 1)
@@ -634,10 +688,11 @@ def _weigh_kernel(
         decay = tl.exp2(tl.minimum(largest - reference, 0.0))
         total = total * decay + tl.sum(weights, 1)
         if ROTATED:
-            before = before[None, :]
-            after = after[None, :]
-        error_before = error_before * decay + tl.sum(weights * before, 1)
-        error_after = error_after * decay + tl.sum(weights * after, 1)
+            error_before = error_before * decay + tl.sum(weights * before[None, :], 1)
+            error_after = error_after * decay + tl.sum(weights * after[None, :], 1)
+        else:
+            error_before = error_before * decay + tl.sum(weights * before, 1)
+            error_after = error_after * decay + tl.sum(weights * after, 1)
         largest = higher
     to = states + ((batch * heads[0] + head) * chunks[0] + (index // group) % chunks[0]) * 4 * ROWS + i
     tl.store(to, largest)
@@ -646,7 +701,7 @@ def _weigh_kernel(
     tl.store(to + 3 * ROWS, q_norm_after * tl.sqrt_rn(error_after))
 
 
-# ---- 4. The decision --------------------------------------------------------------------------------------------------
+# ---- 4. The decision -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -685,7 +740,7 @@ def _decide_kernel(
     helps = after < before
     channel = tl.arange(0, BLOCK_D)
     inside = channel < head_dim
-    candidates += kv_head * 4 * head_dim + channel
+    candidates += kv_head * 5 * head_dim + channel
     to = kv_head * head_dim + channel
     tl.store(k_mean + to, tl.where(helps, tl.load(candidates, mask=inside, other=0.0), 0.0), mask=inside)
     if balance is not None:
