@@ -42,9 +42,9 @@ _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides, as in 
 # on the batch it is in. 64 records of a head are merged at once; at 16 heads of 16,384 tokens there are 1,024 programs
 # each for q and k, eight a multiprocessor of an H200.
 _MOST_CHUNKS = 64
-_TILE_ELEMENTS = 8192  # tokens x channels in registers: 64 a thread of 4 warps leave room for five programs
-_MOST_KEY_CHUNKS = 32  # each program begins with its sampled rows, whose cost 8 tiles of keys pay off
-_KEY_TILE = 64
+_TILE_ELEMENTS = 8192  # tokens x channels in registers: 64 a thread of 4 warps leave room for four programs
+_MOST_KEY_CHUNKS = 32  # each program begins with its sampled rows, whose cost 16 tiles of keys pay off
+_KEY_TILE = 32
 _MERGED_CHANNELS = 32  # a program of the second kernel; 128 bytes of a record
 _NO_LIMIT = 2**31 - 1
 
@@ -87,11 +87,12 @@ def fit_smoothing(
         return Smoothing(k_mean, v_mean, balance)
     if rotary is not None:
         q, k = rotary.rotate(_bounded(q), masking.diagonal), rotary.rotate(_bounded(k))
-    q, k, v = _vectorizable(q), _vectorizable(k), _vectorizable(v)
+    q = _vectorizable(q) if balanced or auto else q
+    k = _vectorizable(k) if balanced or recipe.smooth_k else k
+    v = _vectorizable(v) if recipe.smooth_v else v
     queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in masking.in_use)
-    chunks = (
-        _chunks(seqlen_q, _rows(head_dim)), _chunks(seqlen_k, _rows(head_dim)), _chunks(seqlen_k, _rows(head_dim_v))
-    )  # fmt: skip
+    tiles = ((seqlen_q, _rows(head_dim)), (seqlen_k, _rows(head_dim)), (seqlen_k, _rows(head_dim_v)))
+    chunks = tuple(_chunks(seqlen, rows, _MOST_CHUNKS) for seqlen, rows in tiles)
     programs = (
         batch * num_q_heads * chunks[0][0] if balanced else 0,
         batch * num_kv_heads * chunks[1][0] if balanced or recipe.smooth_k else 0,
@@ -149,16 +150,20 @@ def _weigh(
     chunks = chunks if seqlen_q else 0
     states = torch.empty(batch * num_q_heads, chunks, 4, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
     left, right = (_NO_LIMIT if limit is None else min(limit, _NO_LIMIT) for limit in (masking.left, masking.right))
-    mask = masking.mask
+    mask, rotated = masking.mask, recipe.rotate != "none"
+    # Channels at a time. Keys are fetched ahead where all of them are one block: what every head of a usual size in 16
+    # bits is. More would not fit the shared memory of every GPU, nor its registers.
+    one_block = rotated and head_dim <= 128 and q.dtype.itemsize == 2
+    block_d = min(max(16, triton.next_power_of_2(head_dim)), 128 if one_block else 64 if rotated else 32)
     if chunks:
         _weigh_kernel[(batch * num_q_heads * chunks,)](
             q, _steps(q), k, _steps(k),
             queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2), mask, _strides(mask, 4),
             candidates, states, scale * math.log2(math.e), (chunks, chunk), (num_q_heads, num_kv_heads),
             (seqlen_q, seqlen_k), (masking.diagonal, left, right),
-            HEAD_DIM=head_dim, BLOCK_D=min(128, max(16, triton.next_power_of_2(head_dim))), BLOCK_K=_KEY_TILE,
-            ROWS=_SAMPLED_ROWS, ROTATED=recipe.rotate != "none", BANDED=(left, right) != (_NO_LIMIT, _NO_LIMIT),
-            num_warps=4,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=_KEY_TILE, ROWS=_SAMPLED_ROWS,
+            ROTATED=rotated, BANDED=(left, right) != (_NO_LIMIT, _NO_LIMIT),
+            num_warps=4, num_stages=3 if block_d >= head_dim else 1,
         )  # fmt: skip
     return states
 
@@ -166,7 +171,7 @@ def _weigh(
 # ---- Shapes and strides ----------------------------------------------------------------------------------------------
 
 
-def _chunks(seqlen: int, tile: int, most: int = _MOST_CHUNKS) -> tuple[int, int]:
+def _chunks(seqlen: int, tile: int, most: int) -> tuple[int, int]:
     """How many chunks a sequence is cut into, and the length of one, a multiple of ``tile`` tokens."""
     length = tile * max(1, -(-seqlen // (tile * most)))
     return -(-seqlen // length), length
@@ -387,7 +392,7 @@ def _record(
         mean, norm, trusted = _plain_moments(base, steps, first, end, HEAD_DIM, ROWS, CENTERED)
     if not trusted:
         n, mean, norm, plain = _guarded_moments(
-            base, steps, in_use, in_use_strides, batch, first, end, HEAD_DIM, ROWS, CENTERED
+            base, steps, in_use, in_use_strides, batch, first, end, HEAD_DIM, (ROWS + 3) // 4, CENTERED
         )
         n = tl.where(plain > 0, n, -1.0 - n)
     channel = tl.arange(0, BLOCK_D)
@@ -527,6 +532,13 @@ def _merge_kernel(
 
 
 @triton.jit
+def _sampled_row(i, sampled, seqlen):
+    """The i-th of linspace(0, seqlen - 1, sampled), rounded. No value lies halfway: the 63 gaps of 64 rows are odd."""
+    gaps = tl.maximum(sampled - 1, 1)
+    return (2 * i.to(tl.int64) * (seqlen - 1) + gaps) // (2 * gaps)
+
+
+@triton.jit
 def _tile(pointers, inside, plain):
     """FP32 values, and which rows are finite. Unless ``plain``, other rows become 0 and values are bounded."""
     x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
@@ -549,18 +561,26 @@ def _scores(a, b, dtype: tl.constexpr):
 
 
 @triton.jit
-def _key_factors(candidates, channel, inside, head_dim, inverse_unit, ROTATED: tl.constexpr):
-    """What keys are multiplied by before and after the mean is taken out, and the mean times the latter."""
+def _channel_block(
+    q_base, candidates, block, sampled, inverse_unit,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Of a block of channels: their numbers, the sampled rows, the mean key, and what keys are multiplied by before and
+    after it is taken out."""
+    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = channel < HEAD_DIM
+    # A row that is not finite is left out in the end, whatever its scores.
+    q = tl.load(q_base + channel[None, :], mask=sampled[:, None] & inside[None, :], other=0.0).to(tl.float32)
     mean = tl.load(candidates + channel, mask=inside, other=0.0)
-    if not ROTATED:  # the balance cancels
-        factor = tl.zeros(channel.shape, tl.float32) + inverse_unit
-        return factor, factor, mean * factor
-    before = tl.load(candidates + head_dim + channel, mask=inside, other=1.0)
-    after = tl.load(candidates + 2 * head_dim + channel, mask=inside, other=1.0)
-    # Bounded: the keys of a channel so weak that this matters vanish beside the others.
-    before = tl.minimum(tl.div_rn(inverse_unit, before), 2.0**126)
-    after = tl.minimum(tl.div_rn(inverse_unit, after), 2.0**126)
-    return before, after, mean * after
+    before = tl.zeros([BLOCK_D], tl.float32) + inverse_unit
+    after = before
+    if ROTATED:  # else the balance cancels
+        # Bounded: the keys of a channel so weak that this matters vanish beside the others.
+        before = tl.div_rn(before, tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0))
+        after = tl.div_rn(after, tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0))
+        before = tl.minimum(before, 2.0**126)
+        after = tl.minimum(after, 2.0**126)
+    return channel, _bound(q), mean, before, after
 
 
 @triton.jit(
@@ -591,32 +611,29 @@ def _weigh_kernel(
     candidates += (batch * heads[1] + kv_head) * 5 * HEAD_DIM
     i = tl.arange(0, ROWS)
     sampled = tl.minimum(seqlens[0], ROWS)
-    # linspace(0, seqlen - 1, sampled), rounded; exact, and no value lies halfway between two integers.
-    gaps = tl.maximum(sampled - 1, 1)
-    row = (2 * i.to(tl.int64) * (seqlens[0] - 1) + gaps) // (2 * gaps)
+    row = _sampled_row(i, sampled, seqlens[0])
     seen_by = _in_use(i < sampled, q_in_use, q_in_use_strides, batch, row)
     q_base = _row_pointer(q, q_steps, batch, head, row, HEAD_DIM)[:, None]
     k_base = _row_pointer(k, k_steps, batch, kv_head, 0, HEAD_DIM)
 
-    # What the rows and the head are measured in
+    # What the rows and the head are measured in; a few channels at a time, to need few registers
     q_norm_before = tl.zeros([ROWS], tl.float32)
     q_norm_after = tl.zeros([ROWS], tl.float32)
     largest_k = 0.0
-    for block in tl.static_range(CHANNEL_BLOCKS):
-        channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = channel < HEAD_DIM
-        q_tile, finite = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :], False)
-        seen_by = seen_by & finite
+    for first_channel in tl.range(0, HEAD_DIM, 16):
+        some = first_channel + tl.arange(0, 16)
+        known = some < HEAD_DIM
+        q_part, q_finite = _tile(q_base + some[None, :], (i < sampled)[:, None] & known[None, :], False)
+        seen_by = seen_by & q_finite
+        b_before = tl.load(candidates + HEAD_DIM + some, mask=known, other=1.0)
+        b_after = tl.load(candidates + 2 * HEAD_DIM + some, mask=known, other=1.0)
+        k_rms = tl.load(candidates + 3 * HEAD_DIM + some, mask=known, other=0.0)
         if ROTATED:
-            b_before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
-            b_after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
-            q_norm_before = _hypotenuse(q_norm_before, _norm(q_tile * b_before[None, :], 1))
-            q_norm_after = _hypotenuse(q_norm_after, _norm(q_tile * b_after[None, :], 1))
+            q_norm_before = _hypotenuse(q_norm_before, _norm(q_part * b_before[None, :], 1))
+            q_norm_after = _hypotenuse(q_norm_after, _norm(q_part * b_after[None, :], 1))
         else:
-            q_norm_before = tl.maximum(q_norm_before, tl.max(tl.abs(q_tile), 1))
-        k_rms = tl.load(candidates + 3 * HEAD_DIM + channel, mask=inside, other=0.0)
-        if not ROTATED:
-            k_rms *= tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
+            q_norm_before = tl.maximum(q_norm_before, tl.max(tl.abs(q_part), 1))
+            k_rms *= b_before
         largest_k = tl.maximum(largest_k, tl.max(k_rms, 0))
     inverse_unit = _inverse(_power(largest_k))
     plain = tl.load(candidates + 4 * HEAD_DIM) > 0
@@ -629,9 +646,10 @@ def _weigh_kernel(
     total = tl.zeros([ROWS], tl.float32)
     error_before = tl.zeros([ROWS], tl.float32)
     error_after = tl.zeros([ROWS], tl.float32)
-    channel = tl.arange(0, BLOCK_D)
-    inside = channel < HEAD_DIM
-    factor_before, factor_after, mean = _key_factors(candidates, channel, inside, HEAD_DIM, inverse_unit, ROTATED)
+    if CHANNEL_BLOCKS == 1:
+        channel, q_tile, mean, factor_before, factor_after = _channel_block(
+            q_base, candidates, 0, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
+        )
     for start in tl.range(first, end, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
         usable = _in_use(key < end, k_in_use, k_in_use_strides, batch, key)
@@ -643,19 +661,17 @@ def _weigh_kernel(
         else:
             before = tl.zeros([ROWS, BLOCK_K], tl.float32)
             after = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        for block in tl.static_range(CHANNEL_BLOCKS):
+        for block in tl.range(0, CHANNEL_BLOCKS):
             if CHANNEL_BLOCKS > 1:
-                channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
-                inside = channel < HEAD_DIM
-                q_tile, _ = _tile(q_base + channel[None, :], (i < sampled)[:, None] & inside[None, :], False)
-                factor_before, factor_after, mean = _key_factors(
-                    candidates, channel, inside, HEAD_DIM, inverse_unit, ROTATED
+                channel, q_tile, mean, factor_before, factor_after = _channel_block(
+                    q_base, candidates, block, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
                 )
-            k_tile, finite = _tile(pointers + channel[None, :], (key < end)[:, None] & inside[None, :], plain)
+            inside = (key < end)[:, None] & (channel < HEAD_DIM)[None, :]
+            k_tile, finite = _tile(pointers + channel[None, :], inside, plain)
             usable = usable & finite
             scores += _scores(q_tile, k_tile, k.dtype.element_ty)
             k_before = k_tile * factor_before[None, :]
-            k_after = k_tile * factor_after[None, :] - mean[None, :]
+            k_after = (k_tile - mean[None, :]) * factor_after[None, :]
             if ROTATED:
                 before += tl.sum(k_before * k_before, 1)
                 after += tl.sum(k_after * k_after, 1)
@@ -664,28 +680,33 @@ def _weigh_kernel(
                 before += _scores(q_squares, k_before * k_before, tl.float32)
                 after += _scores(q_squares, k_after * k_after, tl.float32)
         logits = scores * log2_scale
-        visible = seen_by[:, None] & usable[None, :]
-        if BANDED:
-            offset = key[None, :] - (row.to(tl.int32)[:, None] + band[0])
-            visible = visible & (offset >= -band[1]) & (offset <= band[2])
-        if mask is not None:
-            at = tl.cast(mask_strides[0], tl.int64) * batch + tl.cast(mask_strides[1], tl.int64) * head
-            at += tl.cast(mask_strides[2], tl.int64) * row[:, None]
-            at += tl.cast(mask_strides[3], tl.int64) * key[None, :]
-            entry = tl.load(mask + at, mask=visible, other=0)
-            if mask.dtype.element_ty.is_floating():
-                entry = entry.to(tl.float32)
-                visible = visible & (entry > -float("inf"))
-                logits += entry * 1.4426950408889634  # log2(e)
-            else:
-                visible = visible & (entry != 0)
-        logits = tl.where(logits == logits, logits, float("inf"))
-        logits = tl.where(visible, logits, -float("inf"))
+        if BANDED or mask is not None:
+            visible = usable[None, :] & seen_by[:, None]
+            if BANDED:
+                offset = key[None, :] - (row.to(tl.int32)[:, None] + band[0])
+                visible = visible & (offset >= -band[1]) & (offset <= band[2])
+            if mask is not None:
+                at = tl.cast(mask_strides[0], tl.int64) * batch + tl.cast(mask_strides[1], tl.int64) * head
+                at += tl.cast(mask_strides[2], tl.int64) * row[:, None]
+                at += tl.cast(mask_strides[3], tl.int64) * key[None, :]
+                entry = tl.load(mask + at, mask=visible, other=0)
+                if mask.dtype.element_ty.is_floating():
+                    entry = entry.to(tl.float32)
+                    visible = visible & (entry > -float("inf"))
+                    logits += entry * 1.4426950408889634  # log2(e)
+                else:
+                    visible = visible & (entry != 0)
+            logits = tl.where(visible, logits, -float("inf"))
+        # The minimum of NaN and a number is the number: logits of usable keys that are NaN become +inf.
+        limit = tl.where(usable, float("inf"), -float("inf"))
+        if INTERPRETED:
+            logits = tl.where(logits == logits, logits, float("inf"))
+        logits = tl.minimum(logits, limit[None, :])
         higher = tl.maximum(largest, tl.max(logits, 1))
         # Neither infinity is subtracted from itself; a row that reaches +inf is of no use any more.
         reference = tl.where(tl.abs(higher) < float("inf"), higher, 0.0)
-        weights = tl.exp2(tl.minimum(logits - reference[:, None], 0.0))
-        decay = tl.exp2(tl.minimum(largest - reference, 0.0))
+        weights = tl.exp2(logits - reference[:, None])
+        decay = tl.exp2(largest - reference)
         total = total * decay + tl.sum(weights, 1)
         if ROTATED:
             error_before = error_before * decay + tl.sum(weights * before[None, :], 1)
@@ -695,7 +716,7 @@ def _weigh_kernel(
             error_after = error_after * decay + tl.sum(weights * after, 1)
         largest = higher
     to = states + ((batch * heads[0] + head) * chunks[0] + (index // group) % chunks[0]) * 4 * ROWS + i
-    tl.store(to, largest)
+    tl.store(to, tl.where(seen_by, largest, -float("inf")))
     tl.store(to + ROWS, total)
     tl.store(to + 2 * ROWS, q_norm_before * tl.sqrt_rn(error_before))
     tl.store(to + 3 * ROWS, q_norm_after * tl.sqrt_rn(error_after))
