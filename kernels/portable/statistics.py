@@ -291,36 +291,43 @@ def _in_use(keep, flags, strides, batch, token):
 
 
 @triton.jit
+def _plain_tile(base, steps, start, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
+    pointers = _row_pointer(base, steps, 0, 0, start + tl.arange(0, ROWS), HEAD_DIM)[:, None] + channel
+    return tl.load(pointers, mask=channel < HEAD_DIM, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _plain_moments(base, steps, first, end, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr):
     """Mean and norm per channel of whole tiles of rows that all count, and whether they can be trusted.
 
     Few instructions an element: nothing is done about tokens that are not finite or over the bound, nor about squares
-    that overflow or vanish, but afterwards it shows.
+    that overflow or vanish, but afterwards it shows. Deviations are from the mean of the first of t tiles. Its distance
+    to the mean of all is at most the root of (deviations' squares / rows of a tile), so that taking it out again
+    subtracts from the squares at most t / (t + 1) of them, and what rounding they have grows at most (t + 1)-fold.
     """
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    channel = tl.arange(0, BLOCK_D)
-    mean = tl.zeros([BLOCK_D], tl.float32)
-    squares = tl.zeros([BLOCK_D], tl.float32)
-    for start in tl.range(first, end, ROWS):
-        pointers = _row_pointer(base, steps, 0, 0, start + tl.arange(0, ROWS), HEAD_DIM)[:, None] + channel[None, :]
-        x = tl.load(pointers, mask=channel[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
+    x = _plain_tile(base, steps, first, HEAD_DIM, ROWS)
+    pivot = tl.zeros([x.shape[1]], tl.float32)
+    sums = pivot
+    if CENTERED:
+        pivot = tl.sum(x, 0) * (1.0 / ROWS)
+        x -= pivot[None, :]
+        sums = tl.sum(x, 0)
+    squares = tl.sum(x * x, 0)
+    for start in tl.range(first + ROWS, end, ROWS):
+        x = _plain_tile(base, steps, start, HEAD_DIM, ROWS)
         if CENTERED:
-            tile_mean = tl.sum(x, 0) * (1.0 / ROWS)
-            x -= tile_mean[None, :]
-            n = (start - first).to(tl.float32)
-            share = ROWS / (n + ROWS)
-            difference = tile_mean - mean
-            mean += difference * share
-            squares += difference * difference * (n * share)
+            x -= pivot[None, :]
+            sums += tl.sum(x, 0)
         squares += tl.sum(x * x, 0)
+    shift = tl.div_rn(sums, (end - first).to(tl.float32))
+    about_mean = squares - sums * shift
     # NaN, infinity and values over the bound leave squares or a mean that are not small. Squares of less than 2^-75 may
-    # have vanished, 2^24 of them from a sum of 2^-96 without being missed. With a mean under 2^12 times the deviations,
-    # its own rounding, 2^-23 of it, adds at most 2^-22 of the squares; closer to a constant, only exact will do.
-    rows = (end - first).to(tl.float32)
-    trusted = (squares > 2.0**-96) & (squares < 2.0**110) & (tl.abs(mean) < 2.0**55)
-    trusted = trusted & (squares > (mean * mean) * (rows * 2.0**-24))
-    trusted = trusted | (channel >= HEAD_DIM)
-    return mean, tl.sqrt_rn(squares), tl.min(trusted.to(tl.int32), 0) > 0
+    # have vanished, 2^24 of them from a sum of 2^-96 without being missed. A channel that is constant, or nearly, is
+    # looked at again: only exact will do. Long chunks whose first tile is unlike the others are, too.
+    trusted = (about_mean > 2.0**-96) & (squares < 2.0**110) & (tl.abs(pivot) < 2.0**55) & (about_mean > squares / 64)
+    trusted = trusted | (tl.arange(0, x.shape[1]) >= HEAD_DIM)
+    return pivot + shift, tl.sqrt_rn(about_mean), tl.min(trusted.to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -679,6 +686,13 @@ def _weigh_kernel(
                 q_squares = (q_tile * q_inverse[:, None]) * (q_tile * q_inverse[:, None])
                 before += _scores(q_squares, k_before * k_before, tl.float32)
                 after += _scores(q_squares, k_after * k_after, tl.float32)
+        # A key that does not count may have squares that overflowed, which no weight of 0 would stop.
+        if ROTATED:
+            before = tl.where(usable, before, 0.0)
+            after = tl.where(usable, after, 0.0)
+        else:
+            before = tl.where(usable[None, :], before, 0.0)
+            after = tl.where(usable[None, :], after, 0.0)
         logits = scores * log2_scale
         if BANDED or mask is not None:
             visible = usable[None, :] & seen_by[:, None]
