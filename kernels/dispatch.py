@@ -53,11 +53,24 @@ def _triton_quantize(query: torch.Tensor, *args: Any, **options: Any) -> Quantiz
     return quantize_qkv(query, *args, **options)
 
 
+def _triton_describe(problem: AttentionProblem) -> dict[str, str]:
+    from fp8attn.kernels.portable.tuning import describe
+
+    return describe(problem)
+
+
 #: Backends by name, the fastest first; the last, the reference, runs everything.
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("triton", _triton_attend, _triton_quantize, triton_support.unsupported, triton_support.v_layout),
+        Backend(
+            "triton",
+            _triton_attend,
+            _triton_quantize,
+            triton_support.unsupported,
+            triton_support.v_layout,
+            _triton_describe,
+        ),
         Backend("reference", reference.attend, reference.quantize_qkv, lambda *_: None, lambda _: "rows"),
     )
 }

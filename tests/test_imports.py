@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "recipe": {"transforms", "formats", "scaling", "files"},
     "kernels": NUMERICS | KERNELS,
     "kernels.reference": NUMERICS | {"kernels"},
-    "kernels.portable": NUMERICS | {"kernels"},
+    "kernels.portable": NUMERICS | {"kernels", "files"},
     "kernels.hopper": NUMERICS | {"kernels"},
     "arguments": NUMERICS | {"kernels"},
     "library": NUMERICS | {"kernels", "arguments"},

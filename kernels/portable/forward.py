@@ -39,7 +39,7 @@ from fp8attn.kernels.portable.numerics import (
     program_id,
     row_sums,
 )
-from fp8attn.kernels.portable.tuning import Config, choose_config, choose_splits
+from fp8attn.kernels.portable.tuning import Config, choose_config, choose_splits, programs
 from fp8attn.kernels.problem import AttentionProblem
 from fp8attn.scaling import QuantizedTensor
 
@@ -494,12 +494,10 @@ def attend(
     q_format, p_format = qkv.q.format, get_format(qkv.recipe.p_format)
     if config is None:
         config = choose_config(problem)
-    query_tiles = -(-seqlen_q // config.block_m)
     slices = -(-head_dim_v // config.slice_v)
     slice_groups = -(-slices // config.slices_v)
-    programs = query_tiles * batch * num_q_heads * slice_groups
     if splits is None:
-        splits = choose_splits(problem, config, programs)
+        splits = choose_splits(problem, config)
     key_tiles = -(-seqlen_k // config.block_n)
     splits = max(1, min(splits, key_tiles))
     split = splits > 1
@@ -537,7 +535,7 @@ def attend(
     options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    kernel = _forward[(programs * splits,)](
+    kernel = _forward[(programs(problem, config) * splits,)](
         q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, shift, v_mean, sinks, mask,
         target, lse, parts_m, parts_l,
         abs(problem.scale) * units, softcap or 0.0, min(largest_factor, 1e30),

@@ -18,7 +18,7 @@ import torch
 
 from fp8attn.kernels.problem import AttentionProblem
 
-__all__ = ["Config", "choose_config", "choose_splits", "table_path"]
+__all__ = ["Config", "choose_config", "choose_splits", "describe", "programs", "table_path"]
 
 _FALLBACK_GPU = "NVIDIA H200"
 _SPLIT_TILES = 4  # a program that shares a query tile's keys has at least so many tiles of them
@@ -88,11 +88,32 @@ def _width(name: str) -> int:
     return 1 if name in ("e4m3", "e5m2", "int8") else 2
 
 
-def choose_splits(problem: AttentionProblem, config: Config, programs: int) -> int:
+def programs(problem: AttentionProblem, config: Config) -> int:
+    """How many query tiles there are, over all heads, sequences and groups of value slices."""
+    batch, num_q_heads, seqlen_q, _ = problem.qkv.q.shape
+    slices = -(-problem.qkv.v.shape[-1] // config.slice_v)
+    return -(-seqlen_q // config.block_m) * batch * num_q_heads * -(-slices // config.slices_v)
+
+
+def choose_splits(problem: AttentionProblem, config: Config) -> int:
     """Programs that share a query tile's keys: as many as keep the GPU full, each with a few tiles at least."""
     device = problem.qkv.q.device
     if device.type != "cuda":
         return 1
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     key_tiles = -(-problem.qkv.k.shape[2] // config.block_n)
-    return max(1, min(2 * multiprocessors // programs, key_tiles // _SPLIT_TILES))
+    return max(1, min(2 * multiprocessors // programs(problem, config), key_tiles // _SPLIT_TILES))
+
+
+def describe(problem: AttentionProblem) -> dict[str, str]:
+    """What the forward kernel would do, for ``explain``."""
+    config = choose_config(problem)
+    said = {
+        "tile": f"{config.block_m} query rows, {config.block_n} keys ({config.edge_n} at edges)",
+        "head dim": f"in chunks of {config.chunk}, values in {config.slices_v} x {config.slice_v}",
+        "program": f"{config.warps} warps, {config.stages} stages",
+    }
+    if 0 not in problem.qkv.q.shape:
+        splits = choose_splits(problem, config)
+        said["programs"] = f"{programs(problem, config)}" + (f" x {splits} splits of the keys" if splits > 1 else "")
+    return said

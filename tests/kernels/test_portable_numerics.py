@@ -1,4 +1,4 @@
-"""Casts inside kernels, over all codes and rounding boundaries; and what the interpreter does to those without our mend."""
+"""Casts inside kernels, over all codes and rounding boundaries, and what the interpreter does to those by itself."""
 
 from __future__ import annotations
 
