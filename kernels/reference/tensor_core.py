@@ -14,6 +14,7 @@ __all__ = ["FRACTION_BITS", "STEP", "tensor_core_matmul"]
 
 FRACTION_BITS = 13
 STEP = 32  # products a step
+_LEAST_EXPONENT = -100  # below any product of codes, and where a unit is still a normal number: zeros lie there
 _CHUNK = 2**23  # products in memory at a time
 
 
@@ -40,7 +41,7 @@ def tensor_core_matmul(
             # (..., M, N, 32): FP8 times FP8 is exact in FP32
             products = a[..., rows, None, step] * b[..., None, :, step]
             exponents = a_exponents[..., rows, None, step] + b_exponents[..., None, :, step]
-            largest = torch.maximum(exponents.amax(dim=-1), _exponents(part))
+            largest = torch.maximum(exponents.amax(dim=-1), _exponents(part)).clamp_(min=_LEAST_EXPONENT)
             unit = torch.ldexp(torch.ones_like(part), largest - fraction_bits)
             sums = products.div_(unit.unsqueeze(-1)).trunc_().sum(dim=-1)
             part = _truncate(sums.add_((part / unit).trunc_()).mul_(unit), fraction_bits)
@@ -50,7 +51,7 @@ def tensor_core_matmul(
 
 def _exponents(x: torch.Tensor) -> torch.Tensor:
     """e of |x| in 2^e * [1, 2); below any other for zero."""
-    return torch.where(x == 0, -200, torch.frexp(x).exponent - 1)
+    return torch.where(x == 0, 2 * _LEAST_EXPONENT, torch.frexp(x).exponent - 1)
 
 
 def _truncate(x: torch.Tensor, fraction_bits: int) -> torch.Tensor:

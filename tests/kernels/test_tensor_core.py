@@ -23,3 +23,11 @@ def test_the_model_is_the_h200_bit_for_bit(case: str) -> None:
     assert not torch.equal(tensor_core_matmul(a, b.mT, acc, fraction_bits=14), out)
     exact = a.double() @ b.double().mT + (0.0 if acc is None else acc.double())
     assert 5e-5 < (out - exact).norm() / exact.norm() < 5e-4
+
+
+def test_zeros_stay_zeros() -> None:
+    a, b = torch.zeros(3, 64), torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    a[1] = 1
+    result = tensor_core_matmul(a, b)
+    assert (result[[0, 2]] == 0).all() and (result[1] != 0).all()
+    assert torch.equal(tensor_core_matmul(a, b, torch.ones(3, 5))[0], torch.ones(5))
