@@ -131,7 +131,7 @@ class Rotary:
     """Rotary position embedding: the first R channels turn in pairs, by angles that grow with the token's position.
 
     A pair (x, y) at position p becomes (x cos - y sin, y cos + x sin), with pair i's angle in ``cos[..., p, i]`` and
-    ``sin[..., p, i]``. Channels from R on pass through. Query i stands at position i + ``Masking.diagonal``, key j at j.
+    ``sin[..., p, i]``. Channels from R on pass through. Query i is at position i + ``Masking.diagonal``, key j at j.
 
     Attributes:
         cos, sin: (P, R / 2), or (B, P, R / 2) when positions differ from sequence to sequence; of any floating dtype.
