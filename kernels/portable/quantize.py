@@ -318,6 +318,7 @@ def _launch(
         dtype=TRITON_DTYPES[codes.dtype], largest=_FLOAT32_MAX if fmt is None else fmt.max, scaled=scaled, pow2=pow2,
         groups=granularity.kind if two_passes else "tile", only_amax=False,
         layout="rows" if not columns else "ordered" if block % 16 == 0 or block == 1 else "columns",
+        blackwell=_capability(x.device) >= 10,
     )  # fmt: skip
     tables: tuple[torch.Tensor | None, ...] = (None, None)
     table_strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
@@ -359,3 +360,8 @@ def _launch(
 def _multiprocessors(device: torch.device) -> int:
     # On a CPU, the interpreter's programs run one after another: a few, so that each has several tiles.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0

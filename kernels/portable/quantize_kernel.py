@@ -45,6 +45,7 @@ class Plan(NamedTuple):
         groups: "tile" if a tile holds whole groups, else the granularity's kind, whose scales take two passes;
             only_amax: whether this is the first of them.
         layout: "rows"; "columns" for permuted columns, and "ordered" if tiles are whole groups of 16 of them.
+        blackwell: whether the GPU is one (``_largest_of_tile``).
     """
 
     head_dim: int
@@ -66,6 +67,7 @@ class Plan(NamedTuple):
     groups: str
     only_amax: bool
     layout: str
+    blackwell: bool
 
 
 @triton.constexpr_function
@@ -152,6 +154,19 @@ def _load_matrix(ptr, PLAN: tl.constexpr):
 @triton.jit
 def _max_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _largest_of_tile(x, PLAN: tl.constexpr):
+    """Of a value a row."""
+    if PLAN.blackwell and PLAN.terms > 0:  # Triton 3.6 fails to reduce there what was reduced from a dot: hide that
+        x = tl.associative_scan(x, 0, _larger)
+    return tl.max(x, axis=0)
 
 
 @triton.jit
@@ -402,7 +417,7 @@ def _is_usual(largest, kept, mean, factor, PLAN: tl.constexpr):
         usual = ((largest >= 2.0**-80) & (largest <= 2.0**80)) | (largest == 0)
     else:
         usual = largest <= 2.0**80
-    unusual = tl.max(tl.where(usual, 0, 1), axis=0)
+    unusual = _largest_of_tile(tl.where(usual, 0, 1), PLAN)
     # An input over 2^90 less a mean under 2^40 times 2^-20 is over 2^20; and an input under 2^20 over 2^-20, times a
     # mean under 2^40, does not overflow in the shift.
     if mean is not None:
@@ -427,7 +442,7 @@ def _raise_amax(amax_ptr, x, largest, place, blocks, PLAN: tl.constexpr, USUAL: 
             at = amax_ptr + sequence * PLAN.head_dim + _start(PLAN, i) + channel
             tl.atomic_max(at, bits, mask=channel < PLAN.widths[i], sem="relaxed")
     else:
-        bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
+        bits = _largest_of_tile(largest, PLAN).to(tl.int32, bitcast=True)
         group, exists, _ = _group(place, blocks, PLAN)
         tl.atomic_max(amax_ptr + group, bits, mask=exists, sem="relaxed")
 
