@@ -1,6 +1,6 @@
 """Times the forward kernel's configurations on this GPU and writes the table that ``tuning`` reads.
 
-    python -m fp8attn.kernels.portable.search [--head-dims 64 128] [--output FILE]
+    python -m fp8attn.kernels.portable.search [--head-dims 64 128] [--widths 8 16] [--output FILE]
 
 Configurations that spill registers or do not fit are left out. A call of a few minutes; run it on an idle GPU.
 """
@@ -98,11 +98,11 @@ def _compile(arguments: tuple[int, int, bool, bool, Config]) -> None:
         forward.attend(problem(head_dim, head_dim_v, wide=wide, banded=banded, tokens=4096), config=config, splits=1)
 
 
-def compile_all(head_dims: list[tuple[int, int]]) -> None:
+def compile_all(kinds: list[tuple[int, int, bool]]) -> None:
     """Compiles every candidate, on all cores."""
     todo = [
         (*dims, wide, banded, config)
-        for dims, wide, banded in itertools.product(head_dims, (False, True), (False, True))
+        for (*dims, wide), banded in itertools.product(kinds, (False, True))
         for config in dict.fromkeys(candidates(*dims, wide))
     ]
     workers = max(1, min(16, (os.cpu_count() or 2) - 1))
@@ -111,10 +111,10 @@ def compile_all(head_dims: list[tuple[int, int]]) -> None:
             pass
 
 
-def search(head_dims: list[tuple[int, int]], *, rounds: int = 2) -> list[dict[str, Any]]:
+def search(kinds: list[tuple[int, int, bool]], *, rounds: int = 2) -> list[dict[str, Any]]:
     """The table's rows: for each head dim and mode the fastest configuration, and the runners-up for the record."""
     rows = []
-    for (head_dim, head_dim_v), wide, banded in itertools.product(head_dims, (False, True), (False, True)):
+    for (head_dim, head_dim_v, wide), banded in itertools.product(kinds, (False, True)):
         to_solve = problem(head_dim, head_dim_v, wide=wide, banded=banded)
         measured = []
         for config in dict.fromkeys(candidates(head_dim, head_dim_v, wide)):
@@ -148,17 +148,23 @@ def search(head_dims: list[tuple[int, int]], *, rounds: int = 2) -> list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="*", help="only rows of these query head dims")
+    parser.add_argument("--widths", type=int, nargs="*", default=[8, 16], help="bits of the operands of products")
     parser.add_argument("--output", type=Path, help="where to write; the package's own table by default")
     arguments = parser.parse_args()
-    head_dims = [dims for dims in HEAD_DIMS if not arguments.head_dims or dims[0] in arguments.head_dims]
-    compile_all(head_dims)
+    kinds = [
+        (*dims, width == 16)
+        for dims in HEAD_DIMS
+        for width in arguments.widths
+        if not arguments.head_dims or dims[0] in arguments.head_dims
+    ]
+    compile_all(kinds)
     table = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
         "problem": f"batch 1, {_CHANNELS} // head_dim heads, {_TOKENS} tokens, default recipe's granularities",
-        "rows": search(head_dims),
+        "rows": search(kinds),
     }
     output = arguments.output or table_path(torch.cuda.get_device_name())
     with whole_file(output) as temporary:
