@@ -298,7 +298,7 @@ def _forward(
     K_DTYPE: tl.constexpr, V_DTYPE: tl.constexpr, P_DTYPE: tl.constexpr, P_SMALLEST_NORMAL: tl.constexpr,
     FRAGMENTS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, SLICE_GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     query_tile, slice_group, head, split, batch = _place(
         tl.program_id(0), seqlen_q, num_q_heads, splits, BLOCK_M, SLICE_GROUPS, HAS_RIGHT
@@ -358,7 +358,7 @@ def _forward(
     first_slice = slice_group * SLICES
 
     if HAS_LEFT:
-        for n in tl.range(begin, whole_begin, EDGE_N):
+        for n in tl.range(begin, whole_begin, EDGE_N, num_stages=EDGE_STAGES):
             k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(
                 q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
@@ -382,7 +382,7 @@ def _forward(
                 BLOCK_M, BLOCK_N, CHUNK, SLICE,
             )  # fmt: skip
     if HAS_RIGHT or MASK != "none" or not EVEN:
-        for n in tl.range(whole_end, end, EDGE_N):
+        for n in tl.range(whole_end, end, EDGE_N, num_stages=EDGE_STAGES):
             k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(
                 q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
@@ -570,7 +570,9 @@ def attend(
         FRAGMENTS=arch == 90,
         CHUNKS=-(-head_dim // config.chunk), CHUNK=config.chunk,
         SLICES=min(config.slices_v, slices), SLICE=config.slice_v, SLICE_GROUPS=slice_groups,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, EDGE_N=config.edge_n, **options,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, EDGE_N=config.edge_n,
+        EDGE_STAGES=1 if config.slices_v > 1 else config.stages,  # no registers for more beside many accumulators
+        **options,
     )  # fmt: skip
     kernels = [kernel]
     if split:
