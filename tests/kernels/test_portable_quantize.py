@@ -165,12 +165,7 @@ def check(c: Case) -> QuantizedQKV:
         error = roundings * 2.0**-24 * x.norm(dim=-1, keepdim=True)
         assert_scales(ours, theirs, (16 if rotated or c.rotary is not None else 2) * ULP)
         assert_codes(ours, x, error)
-        mismatched = values(ours) != values(theirs)
-        # An element whose two quotients differ by e has its code changed with probability e over the format's step. The
-        # error of either quantizer is about 2^-24 of the norm, which is sqrt(D) of a typical element, whose step is at
-        # most eps of it: 2^-22 sqrt(256) / 2^-10 (fp16) or 2^-7 (bf16) < 1%, for 8-bit formats < 2^-13.
-        wide = ours.format.dtype.itemsize > 1
-        assert mismatched.sum() <= 2 + mismatched.numel() * (0.02 if wide else 2.0**-13), name
+        assert_few_differ(ours, theirs)
     assert (made.logit_shift is None) == (expected.logit_shift is None)
     if made.logit_shift is not None:
         # A sum of D products in FP32, and four roundings before it
@@ -188,6 +183,19 @@ def check(c: Case) -> QuantizedQKV:
 
 def values(x: QuantizedTensor) -> torch.Tensor:
     return x.format.decode(x.rows())
+
+
+def assert_few_differ(ours: QuantizedTensor, theirs: QuantizedTensor) -> None:
+    """Codes are the reference's but for near ties, and NaN where its are.
+
+    Quotients that differ by e round differently with probability e over the format's step. Either quantizer's error
+    is about 2^-24 of a row's norm, which is sqrt(D) of a typical element, whose step is at least eps / 2 of it: for
+    D = 256 the probability is 2^-22 * 16 / eps, 2^-15 for E4M3 and 1/64 at worst, for FP16.
+    """
+    a, b = values(ours), values(theirs)
+    assert torch.equal(a.isnan(), b.isnan())
+    differ = (a.nan_to_num(0) != b.nan_to_num(0)).sum()
+    assert differ <= 2 + a.numel() * (2.0**-13 if ours.format.dtype.itemsize == 1 else 2.0**-6)
 
 
 def assert_scales(ours: QuantizedTensor, theirs: QuantizedTensor, relative: float) -> None:
@@ -273,7 +281,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(cases())
 def test_codes_scales_and_shifts_are_right(c: Case) -> None:
     before = [x.clone() for x in (c.q, c.k, c.v)]
@@ -292,58 +300,54 @@ def test_codes_scales_and_shifts_are_right(c: Case) -> None:
 # ---- Single cases ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("granularity", ["block:100", "block:200", "block", "head", "tensor", "channel"])
-@pytest.mark.parametrize("p_format", ["e4m3", "fp16"])
-def test_groups_of_many_tiles(granularity: str, p_format: str) -> None:
+@pytest.mark.parametrize("granularity", ["block:100", "block:500", "head", "tensor", "channel"])
+def test_groups_of_many_tiles(granularity: str) -> None:
     """Longer than a tile: the scale needs all of them, and columns cross tiles."""
-    token_scaled = granularity == "channel"
-    check(
-        case(
-            Recipe(
-                q_scale="token" if token_scaled else granularity,
-                k_scale="token" if token_scaled else granularity,
-                v_scale=granularity,
-                p_format=p_format,
-            ),
-            batch=1,
-            seqlen_q=301,
-            seqlen_k=411,
-            head_dim=128,
-            spread=3.0,
-            balance=True,
-        )
-    )
+    fields = {"q_scale": granularity, "k_scale": granularity} if granularity != "channel" else {}
+    recipe = Recipe(**fields, v_scale=granularity)
+    sizes: dict[str, Any] = dict(batch=1, group=1, seqlen_q=70, seqlen_k=611 if granularity == "block:500" else 301)
+    check(case(recipe, **sizes, head_dim=64, spread=3.0, balance=True))
+    if granularity in ("block:100", "channel"):  # columns again as rows
+        check(case(recipe.replace(p_format="fp16"), **sizes, head_dim=64, means=True))
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "rotate", "rotary"),
+    ("head_dim", "rotate", "rotary", "dtype"),
     [
-        (160, "random_hadamard", (160, False, 2)),  # halves that are no powers of two
-        (256, "random_hadamard", None),
-        (256, "haar", None),  # PyTorch rotates these three
-        (320, "random_hadamard", (64, False, 2)),
-        (576, "dct", None),
-        (576, "none", (64, True, 2)),
-        (20, "random_hadamard", None),  # the matrix is not made of halves
-        (12, "random_hadamard", (6, False, 3)),
-        (36, "hadamard", (36, True, 2)),
-        (40, "random_hadamard", (40, True, 2)),
-        (7, "haar", None),
-        (1, "hadamard", None),
+        (160, "random_hadamard", (160, False, 2), torch.bfloat16),  # halves that are no powers of two
+        (256, "random_hadamard", None, torch.bfloat16),
+        (256, "haar", None, torch.float16),  # PyTorch rotates these three
+        (320, "random_hadamard", (64, False, 2), torch.float32),
+        (576, "dct", None, torch.bfloat16),
+        (576, "none", (64, True, 2), torch.bfloat16),
+        (20, "random_hadamard", None, torch.bfloat16),  # the matrix is not made of halves
+        (20, "random_hadamard", None, torch.float32),
+        (12, "random_hadamard", (6, False, 3), torch.float16),
+        (36, "hadamard", (36, True, 2), torch.bfloat16),
+        (40, "random_hadamard", (40, True, 2), torch.bfloat16),
+        (7, "haar", None, torch.bfloat16),
+        (1, "hadamard", None, torch.float32),
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_head_dims(head_dim: int, rotate: str, rotary: tuple[int, bool, int] | None, dtype: torch.dtype) -> None:
-    check(case(Recipe(rotate=rotate), head_dim=head_dim, rotary=rotary, dtype=dtype, batch=1, group=1))
-    check(case(Recipe(rotate=rotate), head_dim=head_dim, rotary=rotary, dtype=dtype, batch=1, group=1, balance=True))
+    sizes: dict[str, Any] = dict(batch=1, kv_heads=1, seqlen_q=9, seqlen_k=19, head_dim=head_dim)
+    check(case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary))
+    check(case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary, balance=True, means=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("exponent", [-126, -100, -60, -24, -8, 8, 16, 60, 80])
-@pytest.mark.parametrize("rotate", ["none", "random_hadamard", "haar"])
-def test_magnitude_does_not_matter(rotate: str, exponent: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("exponent", [-126, -100, -24, 16, 80])
+@pytest.mark.parametrize(
+    ("rotate", "dtype"),
+    [
+        ("none", torch.bfloat16),
+        ("random_hadamard", torch.bfloat16),
+        ("random_hadamard", torch.float32),
+        ("haar", torch.float32),
+    ],
+)
+def test_magnitude_does_not_matter(rotate: str, dtype: torch.dtype, exponent: int) -> None:
     """Times a power of two: scales times it, the same codes. Some magnitudes take the careful path, some the usual."""
-    c = case(Recipe(rotate=rotate, **PLAIN, q_scale="block:16", k_scale="head"), batch=1, dtype=dtype)
+    c = case(Recipe(rotate=rotate, **PLAIN, q_scale="block:16", k_scale="head"), batch=1, group=1, dtype=dtype)
     factor = 2.0**exponent
     scaled = Case(c.q * factor, c.k * factor, c.v * factor, c.recipe, c.masking, c.smoothing)
     one, other = c.run(), scaled.run()
@@ -363,9 +367,11 @@ def test_magnitude_does_not_matter(rotate: str, exponent: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("rotate", ["none", "random_hadamard"])
-@pytest.mark.parametrize("granularity", ["token", "block:16", "head"])
+@pytest.mark.parametrize("granularity", ["block:16", "head"])
 def test_huge_values_are_bounded_as_in_the_reference(rotate: str, granularity: str) -> None:
-    c = case(Recipe(rotate=rotate, **PLAIN, q_scale=granularity, k_scale=granularity, v_scale="channel"), batch=1)
+    c = case(
+        Recipe(rotate=rotate, **PLAIN, q_scale=granularity, k_scale=granularity, v_scale="channel"), batch=1, group=1
+    )
     for x in (c.q, c.k, c.v):
         x[0, 0, 3, 5], x[0, 1, 7, 9], x[0, 1, 8] = 3e38, -1e30, 1e30
     assert_same_classes(c.run(), c.run(reference_quantize_qkv))
@@ -376,28 +382,25 @@ def assert_same_classes(made: QuantizedQKV, expected: QuantizedQKV) -> None:
     for name in "qkv":
         ours, theirs = getattr(made, name), getattr(expected, name)
         assert_scales(ours, theirs, 16 * ULP)
-        a, b = values(ours), values(theirs)
-        assert torch.equal(a.isnan(), b.isnan())
-        a, b = a.nan_to_num(0), b.nan_to_num(0)
-        assert (a != b).sum() <= 2
-        saturated = theirs.format.max
+        assert_few_differ(ours, theirs)
+        a, b, saturated = values(ours), values(theirs), theirs.format.max
         assert torch.equal(a == saturated, b == saturated) and torch.equal(a == -saturated, b == -saturated)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("fields", "rotary", "balance"),
+    ("fields", "rotary", "balance", "dtype"),
     [
-        ({"rotate": "none"}, None, False),
-        ({"rotate": "none"}, None, True),
-        ({"rotate": "none", "q_format": "int8", "k_format": "int8"}, (32, False, 2), False),
-        ({"rotate": "random_hadamard"}, None, False),
-        ({"rotate": "random_hadamard"}, (64, False, 2), True),
-        ({"rotate": "random_hadamard", "q_format": "bf16", "k_format": "bf16"}, None, False),
-        ({"rotate": "block_hadamard", "q_format": "fp16"}, None, True),
-        ({"rotate": "haar"}, None, False),
-        ({"rotate": "sign_flip"}, None, True),
-        ({"rotate": "permutation"}, None, False),
+        ({"rotate": "none"}, None, False, torch.bfloat16),
+        ({"rotate": "none"}, None, True, torch.float32),
+        ({"rotate": "none", "q_format": "int8", "k_format": "int8"}, (32, False, 2), False, torch.float16),
+        ({"rotate": "random_hadamard"}, None, False, torch.bfloat16),
+        ({"rotate": "random_hadamard"}, None, False, torch.float16),
+        ({"rotate": "random_hadamard"}, (64, False, 2), True, torch.bfloat16),
+        ({"rotate": "random_hadamard", "q_format": "bf16", "k_format": "bf16"}, None, False, torch.float32),
+        ({"rotate": "block_hadamard", "q_format": "fp16"}, None, True, torch.bfloat16),
+        ({"rotate": "haar"}, None, False, torch.float32),
+        ({"rotate": "sign_flip"}, None, True, torch.bfloat16),
+        ({"rotate": "permutation"}, None, False, torch.bfloat16),
     ],
 )
 def test_nan_and_infinity_go_where_the_reference_puts_them(
@@ -432,10 +435,10 @@ def test_hidden_tokens_may_hold_anything() -> None:
     assert (values(two.k)[:, :, 20:] == 0).all() and (values(two.v)[:, :, 20:] == 0).all()
 
 
-@pytest.mark.parametrize("scale", ["token", "block:16", "head", "tensor"])
+@pytest.mark.parametrize("scale", ["block:16", "tensor"])
 def test_zeros_and_nothing(scale: str) -> None:
     recipe = Recipe(**PLAIN, q_scale=scale, k_scale=scale, v_scale=scale)
-    c = case(recipe, seqlen_q=33)
+    c = case(recipe, batch=1, group=1, seqlen_q=33)
     for x in (c.q, c.k, c.v):
         x[0, :, :16] = 0.0
     check(c)
@@ -463,9 +466,9 @@ def test_a_shift_beyond_fp32_is_clamped() -> None:
     assert torch.allclose(made.logit_shift[0, 0], torch.tensor(64e-4), rtol=64 * ULP)
 
 
-def test_the_usual_and_the_careful_path_agree_on_tied_rows() -> None:
+def test_the_usual_and_the_careful_path_agree() -> None:
     """One NaN sends a tile down the careful path: the other rows' codes stay what they were, but for near ties."""
-    c = case(Recipe(q_scale="token", k_scale="token", v_scale="token"), batch=1, balance=True, seqlen_q=64)
+    c = case(Recipe(q_scale="token", k_scale="token", v_scale="token"), batch=1, group=1, balance=True, seqlen_q=64)
     one = c.run()
     for x in (c.q, c.k, c.v):
         x[:, :, 11] = torch.nan
