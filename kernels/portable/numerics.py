@@ -54,8 +54,10 @@ def cast(x, dtype: tl.constexpr):
             return tl.where(x != x, 0x7F, codes).to(tl.uint8).to(dtype, bitcast=True)
         if dtype == tl.float8e5:
             x = _round_to_step(x, 2, 2.0**-14)
-        if dtype == tl.bfloat16:
-            x = _round_to_step(x, 7, 2.0**-126)
+        if dtype == tl.bfloat16:  # the upper half of the bits; near FP32's largest a step's magic number would overflow
+            bits = x.to(tl.uint32, bitcast=True)
+            codes = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            return tl.where(x != x, 0x7FC0, codes).to(tl.uint16).to(dtype, bitcast=True)
     return x.to(dtype)
 
 
@@ -73,12 +75,14 @@ def decode(codes):
     x = codes.to(tl.float32)
     if codes.dtype == tl.int8:
         x = tl.where(codes == -128, float("nan"), x)
-    if INTERPRETED:  # it reads NaN (and E5M2's infinities) as numbers
+    if INTERPRETED:  # it reads NaN (and E5M2's infinities) as numbers, and BF16's subnormal numbers as 0
         if codes.dtype == tl.float8e4nv:
             x = tl.where((codes.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), x)
         if codes.dtype == tl.float8e5:  # the upper byte of an FP16
             bits = codes.to(tl.uint8, bitcast=True).to(tl.uint16) << 8
             x = bits.to(tl.float16, bitcast=True).to(tl.float32)
+        if codes.dtype == tl.bfloat16:  # the upper half of an FP32
+            x = (codes.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x
 
 

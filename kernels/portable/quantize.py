@@ -116,12 +116,13 @@ class Config(NamedTuple):
 
 
 def default_config(channels: int, tokens: int, *, heavy: bool) -> Config:
-    """For tiles of ``channels`` (padded) in which at least ``tokens`` must lie together.
+    """For tiles of ``channels`` (padding included) in which at least ``tokens`` must lie together.
 
     64 elements a thread leave room for the tile that is being loaded beside the one in work. ``heavy`` kernels need
     more registers than a third of a multiprocessor's. A tile of fewer than 64 tokens would not fill the tensor core
     instruction of four warps.
     """
+    channels = triton.next_power_of_2(channels)
     tile = max(tokens, min(128, max(64 if channels <= 256 else 16, 8192 // channels)))
     warps = max(4, min(16, tile * channels // 2048))
     return Config(tile, warps, programs=max(1, (8 if heavy else 12) // warps))

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fp8attn.kernels.portable.numerics import INTERPRETED, cast
+from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode
 
 __all__ = ["Plan", "quantize_kernel"]
 
@@ -197,7 +197,7 @@ def _bounded(x, PLAN: tl.constexpr, USUAL: tl.constexpr):
     """FP32, with finite values brought within the bound; NaN and infinity stay."""
     parts = ()
     for i in tl.static_range(len(x)):
-        value = x[i].to(tl.float32)
+        value = decode(x[i])
         if not USUAL:
             value = tl.where(tl.abs(value) < float("inf"), tl.clamp(value, -PLAN.bound, PLAN.bound), value)
         parts = parts + (value,)
@@ -280,13 +280,13 @@ def _smoothed(x, kept, mean, factor, signs, PLAN: tl.constexpr):
 @triton.jit
 def _dot(a, b, sums):
     if INTERPRETED:  # its dot takes BF16's bits for numbers
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+        return tl.dot(decode(a), decode(b), sums, input_precision="ieee")
     return tl.dot(a, b, sums)
 
 
 @triton.jit
 def _without_infinity(x):
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
+    return tl.where(tl.abs(x.to(tl.float32)) == float("inf"), 0.0, x).to(x.dtype)  # NaN stays
 
 
 @triton.jit
@@ -386,7 +386,10 @@ def _prepared(raw, kept, tables, mean, factor, signs, high, low, matrix_factor, 
     if PLAN.terms == 1:  # nothing was done to it, and the bound is a value of its dtype
         operand = ()
         for i in tl.static_range(len(raw)):
-            operand = operand + (raw[i] if USUAL else cast(x[i], raw[i].dtype),)
+            part = raw[i]
+            if not USUAL:
+                part = tl.where(tl.abs(x[i]) < float("inf"), cast(x[i], raw[i].dtype), part)
+            operand = operand + (part,)
         x = operand
     if PLAN.terms > 0:
         x, inverse = _rotated(x, high, low, PLAN, USUAL)

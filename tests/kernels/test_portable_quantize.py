@@ -1,0 +1,616 @@
+"""The portable quantizer against float64 mathematics and against the reference quantizer.
+
+On a CPU the kernels run in Triton's interpreter; with ``-m gpu`` the same checks run compiled, at real sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton decorates a kernel
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8attn.kernels.portable.quantize import quantize_qkv
+from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
+from fp8attn.kernels.reference.quantize import quantize_qkv as reference_quantize_qkv
+from fp8attn.recipe import Recipe
+from fp8attn.scaling import QuantizedTensor
+from fp8attn.transforms import Smoothing, has_hadamard, make_transform
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = {"balance": "none", "smooth_k": False}  # a recipe's fields: nothing is fitted
+ULP = 2.0**-23  # of FP32, relative
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    recipe: Recipe
+    masking: Masking
+    smoothing: Smoothing
+    rotary: Rotary | None = None
+
+    def run(self, quantize: Any = quantize_qkv) -> QuantizedQKV:
+        return quantize(
+            self.q, self.k, self.v, self.recipe, self.masking, scale=1.0, smoothing=self.smoothing, rotary=self.rotary
+        )
+
+
+def randn(*shape: int, seed: int, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
+def case(
+    recipe: Recipe,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    group: int = 2,
+    seqlen_q: int = 40,
+    seqlen_k: int = 53,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str = "bhsd",
+    seed: int = 0,
+    spread: float = 0.0,
+    means: bool = False,
+    balance: bool = False,
+    rotary: tuple[int, bool, int] | None = None,
+    device: str = "cpu",
+    **masking: Any,
+) -> Case:
+    """Normal data whose tokens' magnitudes spread over 2^+-spread; ``rotary``: (R, interleaved, 2 or 3 dimensions)."""
+
+    def tensor(heads: int, seqlen: int, channels: int, seed: int) -> torch.Tensor:
+        if layout == "bshd":
+            x = randn(batch, seqlen, heads, channels, seed=seed, device=device).transpose(1, 2)
+        elif layout == "bhds":
+            x = randn(batch, heads, channels, seqlen, seed=seed, device=device).mT
+        elif layout == "expanded":
+            x = randn(1, 1, seqlen, channels, seed=seed, device=device).expand(batch, heads, -1, -1)
+        elif layout == "sliced":
+            x = randn(batch, heads, seqlen + 3, channels + 8, seed=seed, device=device)[:, :, 3:, 8:]
+        else:
+            x = randn(batch, heads, seqlen, channels, seed=seed, device=device)
+        magnitude = 2.0 ** (spread * (2 * torch.rand(seqlen, 1, generator=torch.Generator().manual_seed(seed)) - 1))
+        if layout == "expanded":  # which a product would undo
+            return (x[:1, :1] * magnitude.to(device)).to(dtype).expand(batch, heads, -1, -1)
+        return (x * magnitude.to(device)).to(dtype)
+
+    q = tensor(kv_heads * group, seqlen_q, head_dim, 3 * seed)
+    k = tensor(kv_heads, seqlen_k, head_dim, 3 * seed + 1)
+    v = tensor(kv_heads, seqlen_k, head_dim_v or head_dim, 3 * seed + 2)
+    smoothing = Smoothing(
+        k_mean=randn(batch, kv_heads, 1, head_dim, seed=seed + 1, device=device) * 3 if means else None,
+        v_mean=randn(1, kv_heads, 1, head_dim_v or head_dim, seed=seed + 2, device=device) if means else None,
+        balance=randn(batch, kv_heads, 1, head_dim, seed=seed + 3, device=device).exp() if balance else None,
+    )
+    turn = None
+    if rotary is not None:
+        channels, interleaved, dimensions = rotary
+        angles = randn(*(batch, seqlen_q + seqlen_k, channels // 2)[3 - dimensions :], seed=seed, device=device) * 9
+        turn = Rotary(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
+    return Case(q, k, v, recipe, Masking(seqlen_q, seqlen_k, q.device, **masking), smoothing, turn)
+
+
+# ---- Oracles --------------------------------------------------------------------------------------------------------
+
+
+def turned(x: torch.Tensor, rotary: Rotary, first: int) -> torch.Tensor:
+    """Rotary embedding by multiplying complex numbers, in double precision."""
+    pairs = rotary.cos.shape[-1]
+    turns = torch.complex(rotary.cos.double(), rotary.sin.double())[..., first : first + x.shape[2], :]
+    turns = turns[:, None] if turns.ndim == 3 else turns
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if rotary.interleaved:
+        numbers = torch.view_as_complex(rotated.unflatten(-1, (pairs, 2)).contiguous()) * turns
+        return torch.cat([torch.view_as_real(numbers).flatten(-2), rest], dim=-1)
+    numbers = torch.complex(rotated[..., :pairs], rotated[..., pairs:]) * turns
+    return torch.cat([numbers.real, numbers.imag, rest], dim=-1)
+
+
+def exact_operands(c: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """What q, k and v are to be quantized from, and the logit shift, in double precision."""
+    in_use = dict(zip("qk", c.masking.in_use, strict=True))
+    in_use["v"] = in_use["k"]
+
+    def keep(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x if in_use[name] is None else x.masked_fill(~in_use[name][:, None, :, None], 0.0)
+
+    x = {"q": c.q.double(), "k": c.k.double(), "v": c.v.double()}
+    if c.rotary is not None:
+        x["q"], x["k"] = turned(x["q"], c.rotary, c.masking.diagonal), turned(x["k"], c.rotary, 0)
+    x = {name: keep(value, name) for name, value in x.items()}
+    group, shift, s = c.q.shape[1] // c.k.shape[1], None, c.smoothing
+    if s.k_mean is not None:
+        shift = (x["q"] * s.k_mean.double().repeat_interleave(group, dim=1)).sum(-1)
+        x["k"] = keep(x["k"] - s.k_mean.double(), "k")
+    if s.v_mean is not None:
+        x["v"] = keep(x["v"] - s.v_mean.double(), "v")
+    if s.balance is not None:
+        x["q"] = x["q"] * s.balance.double().repeat_interleave(group, dim=1)
+        x["k"] = x["k"] / s.balance.double()
+    if c.recipe.rotate != "none":
+        matrix = make_transform(c.recipe.rotate, c.q.shape[3], seed=c.recipe.seed)
+        matrix = matrix.matrix(dtype=torch.float64, device=c.q.device)
+        x["q"], x["k"] = x["q"] @ matrix, x["k"] @ matrix
+    return x, shift
+
+
+def check(c: Case) -> QuantizedQKV:
+    """Hold what the kernels make of a case to float64 and to the reference; return it."""
+    made, expected = c.run(), c.run(reference_quantize_qkv)
+    operands, shift = exact_operands(c)
+    gpu = c.q.is_cuda
+    for name in "qkv":
+        ours, theirs, x = getattr(made, name), getattr(expected, name), operands[name]
+        rotated = name != "v" and c.recipe.rotate != "none"
+        head_dim = x.shape[-1]
+        # Roundings of 2^-24, each relative to at most the row's norm: a sum of D products (the tensor core truncates:
+        # twice that); rotary 3, mean, balance and its reciprocal, the split, the factor: up to 8; the scale and the
+        # quotient: 3 of the quotient itself. Rotary values of cos and sin that 16 bits cannot hold exactly are the
+        # same for all.
+        roundings = 8 + (head_dim * (2 if gpu else 1) if rotated else 0)
+        error = roundings * 2.0**-24 * x.norm(dim=-1, keepdim=True)
+        assert_scales(ours, theirs, (16 if rotated or c.rotary is not None else 2) * ULP)
+        assert_codes(ours, x, error)
+        assert_few_differ(ours, theirs)
+    assert (made.logit_shift is None) == (expected.logit_shift is None)
+    if made.logit_shift is not None:
+        # A sum of D products in FP32, and four roundings before it
+        group = c.q.shape[1] // c.k.shape[1]
+        mean = c.smoothing.k_mean.double().abs().repeat_interleave(group, dim=1)
+        x = c.q.double() if c.rotary is None else turned(c.q.double(), c.rotary, c.masking.diagonal)
+        bound = (c.q.shape[3] + 4) * 2.0**-24 * (x.norm(dim=-1) * mean.norm(dim=-1))
+        assert ((made.logit_shift - shift).abs() <= bound).all()
+    for name in ("v_mean", "keys_in_use"):
+        ours, theirs = getattr(made, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+    return made
+
+
+def values(x: QuantizedTensor) -> torch.Tensor:
+    return x.format.decode(x.rows())
+
+
+def assert_few_differ(ours: QuantizedTensor, theirs: QuantizedTensor) -> None:
+    """Codes are the reference's but for near ties, and NaN where its are.
+
+    Quotients that differ by e round differently with probability e over the format's step. Either quantizer's error
+    is about 2^-24 of a row's norm, which is sqrt(D) of a typical element, whose step is at least eps / 2 of it: for
+    D = 256 the probability is 2^-22 * 16 / eps, 2^-15 for E4M3 and 1/64 at worst, for FP16.
+    """
+    a, b = values(ours), values(theirs)
+    assert torch.equal(a.isnan(), b.isnan())
+    differ = (a.nan_to_num(0) != b.nan_to_num(0)).sum()
+    assert differ <= 2 + a.numel() * (2.0**-13 if ours.format.dtype.itemsize == 1 else 2.0**-6)
+
+
+def assert_scales(ours: QuantizedTensor, theirs: QuantizedTensor, relative: float) -> None:
+    assert ours.scale.shape == theirs.scale.shape
+    assert ((ours.scale - theirs.scale).abs() <= relative * theirs.scale).all()
+
+
+def assert_codes(quantized: QuantizedTensor, x: torch.Tensor, error: torch.Tensor) -> None:
+    """Every code is a nearest one to the float64 quotient, or so nearly that ``error`` of x makes up the difference."""
+    scale = quantized.expanded_scale().double()
+    quotient = x / scale
+    slack = error / scale + 4 * 2.0**-24 * quotient.abs()
+    nearest = quantized.format.round(quotient).double()
+    off = (values(quantized).double() - quotient).abs() - (nearest - quotient).abs()
+    # At equal distance to two codes, 2 * slack is what moves the quotient from one side of the middle to the other.
+    assert (off <= 2 * slack).all(), f"{(off - 2 * slack).max():g} beyond the slack"
+
+
+# ---- The sweep ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    head_dim = draw(st.sampled_from([8, 16, 24, 64, 80, 128]))
+    rotations = ["none", "none", "haar", "dct", "block_hadamard", "sign_flip", "permutation"]
+    if has_hadamard(head_dim):
+        rotations += ["random_hadamard"] * 6 + ["hadamard"]
+    granularities = ["token", "block", "block:16", "block:7", "block:64", "head", "tensor"]
+    q_format, k_format = draw(
+        st.sampled_from([("e4m3", "e4m3"), ("e4m3", "e4m3"), ("e5m2", "e4m3"), ("int8", "int8"), ("fp16", "e4m3")])
+    )
+    v_format, p_format = draw(st.sampled_from([("e4m3", "e4m3"), ("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "fp16")]))
+    recipe = Recipe(
+        rotate=draw(st.sampled_from(rotations)),
+        seed=draw(st.integers(0, 3)),
+        q_scale=draw(st.sampled_from(granularities)),
+        k_scale=draw(st.sampled_from(granularities)),
+        v_scale=draw(st.sampled_from([*granularities, "channel", "channel"])),
+        q_format=q_format,
+        k_format=k_format,
+        v_format=v_format,
+        p_format=p_format,
+        scale_mode=draw(st.sampled_from(["fp32", "fp32", "pow2"])),
+    )
+    masking: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {},
+                {"is_causal": True},
+                {"is_causal": True, "causal_alignment": "bottom_right"},
+                {"window": (3, 2)},
+                {"mask": "padding"},
+            ]
+        )
+    )
+    seqlen_k = draw(st.integers(1, 70))
+    seqlen_q = draw(st.integers(1, seqlen_k if "causal_alignment" in masking else 70))
+    batch = draw(st.integers(1, 2))
+    if "mask" in masking:
+        hidden = torch.rand(batch, 1, seqlen_q, seqlen_k, generator=torch.Generator().manual_seed(seqlen_k)) < 0.5
+        hidden[:, :, :, seqlen_k // 2 :] = True
+        masking = {"mask": ~hidden}
+    rotary = draw(
+        st.none() | st.tuples(st.sampled_from([head_dim, head_dim // 2]), st.booleans(), st.sampled_from([2, 3]))
+    )
+    return case(
+        recipe,
+        batch=batch,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=draw(st.sampled_from([head_dim, 16, 40])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        layout=draw(st.sampled_from(["bhsd", "bshd", "bhds", "expanded", "sliced"])),
+        seed=draw(st.integers(0, 1000)),
+        spread=draw(st.sampled_from([0.0, 0.0, 6.0])),
+        means=draw(st.booleans()),
+        balance=draw(st.booleans()),
+        rotary=rotary,
+        **masking,
+    )
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_codes_scales_and_shifts_are_right(c: Case) -> None:
+    before = [x.clone() for x in (c.q, c.k, c.v)]
+    made = check(c)
+    assert all(torch.equal(a, b) for a, b in zip(before, (c.q, c.k, c.v), strict=True))
+    columns = c.recipe.p_format != "fp16"
+    assert made.v.layout == ("permuted_columns" if columns else "rows")
+    for x in (made.q, made.k):
+        assert x.codes.stride(2) % 16 == 0 and x.codes.stride(3) == 1
+    if columns:  # as PyTorch would permute them, padding included
+        rows = QuantizedTensor(made.v.rows(), made.v.scale, made.v.format, made.v.granularity)
+        permuted = rows.to_layout("permuted_columns").codes
+        assert torch.equal(permuted.view(torch.uint8), made.v.codes.view(torch.uint8))
+
+
+# ---- Single cases ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["block:100", "block:500", "head", "tensor", "channel"])
+def test_groups_of_many_tiles(granularity: str) -> None:
+    """Longer than a tile: the scale needs all of them, and columns cross tiles."""
+    fields = {"q_scale": granularity, "k_scale": granularity} if granularity != "channel" else {}
+    recipe = Recipe(**fields, v_scale=granularity)
+    sizes: dict[str, Any] = dict(batch=1, group=1, seqlen_q=70, seqlen_k=611 if granularity == "block:500" else 301)
+    check(case(recipe, **sizes, head_dim=64, spread=3.0, balance=True))
+    if granularity in ("block:100", "channel"):  # columns again as rows
+        check(case(recipe.replace(p_format="fp16"), **sizes, head_dim=64, means=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotate", "rotary", "dtype"),
+    [
+        (160, "random_hadamard", (160, False, 2), torch.bfloat16),  # halves that are no powers of two
+        (256, "random_hadamard", None, torch.bfloat16),
+        (256, "haar", None, torch.float16),  # PyTorch rotates these three
+        (320, "random_hadamard", (64, False, 2), torch.float32),
+        (576, "dct", None, torch.bfloat16),
+        (576, "none", (64, True, 2), torch.bfloat16),
+        (20, "random_hadamard", None, torch.bfloat16),  # the matrix is not made of halves
+        (20, "random_hadamard", None, torch.float32),
+        (12, "random_hadamard", (6, False, 3), torch.float16),
+        (36, "hadamard", (36, True, 2), torch.bfloat16),
+        (40, "random_hadamard", (40, True, 2), torch.bfloat16),
+        (7, "haar", None, torch.bfloat16),
+        (1, "hadamard", None, torch.float32),
+    ],
+)
+def test_head_dims(head_dim: int, rotate: str, rotary: tuple[int, bool, int] | None, dtype: torch.dtype) -> None:
+    sizes: dict[str, Any] = dict(batch=1, kv_heads=1, seqlen_q=9, seqlen_k=19, head_dim=head_dim)
+    check(case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary))
+    check(case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary, balance=True, means=True))
+
+
+@pytest.mark.parametrize("exponent", [-126, -100, -24, 16, 80])
+@pytest.mark.parametrize(
+    ("rotate", "dtype"),
+    [
+        ("none", torch.bfloat16),
+        ("random_hadamard", torch.bfloat16),
+        ("random_hadamard", torch.float32),
+        ("haar", torch.float32),
+    ],
+)
+def test_magnitude_does_not_matter(rotate: str, dtype: torch.dtype, exponent: int) -> None:
+    """Times a power of two: scales times it, the same codes. Some magnitudes take the careful path, some the usual."""
+    c = case(Recipe(rotate=rotate, **PLAIN, q_scale="block:16", k_scale="head"), batch=1, group=1, dtype=dtype)
+    factor = 2.0**exponent
+    scaled = Case(c.q * factor, c.k * factor, c.v * factor, c.recipe, c.masking, c.smoothing)
+    one, other = c.run(), scaled.run()
+    for name in "qkv":
+        a, b = getattr(one, name), getattr(other, name)
+        if exponent == -126:  # the smallest scale, and inputs among the subnormal numbers
+            assert (b.scale == torch.finfo(torch.float32).tiny).all()
+            error = 2.0**-149 * 11  # each input is off by up to half of that step, so the norm by sqrt(64) / 2 of it
+            x = getattr(scaled, name).double()
+            if name != "v" and rotate != "none":
+                x = x @ make_transform(rotate, 64).matrix(dtype=torch.float64)
+            assert_codes(b, x, (error + 2.0**-17 * x.norm(dim=-1, keepdim=True)))
+            continue
+        # The split into FP16 values loses 2^-23 of the norm in one path and 2^-25 absolutely in the other.
+        assert ((b.scale / factor - a.scale).abs() <= 8 * ULP * a.scale).all()
+        assert (values(a) != values(b)).sum() <= 2
+
+
+@pytest.mark.parametrize("rotate", ["none", "random_hadamard"])
+@pytest.mark.parametrize("granularity", ["block:16", "head"])
+def test_huge_values_are_bounded_as_in_the_reference(rotate: str, granularity: str) -> None:
+    c = case(
+        Recipe(rotate=rotate, **PLAIN, q_scale=granularity, k_scale=granularity, v_scale="channel"), batch=1, group=1
+    )
+    for x in (c.q, c.k, c.v):
+        x[0, 0, 3, 5], x[0, 1, 7, 9], x[0, 1, 8] = 3e38, -1e30, 1e30
+    assert_same_classes(c.run(), c.run(reference_quantize_qkv))
+
+
+def assert_same_classes(made: QuantizedQKV, expected: QuantizedQKV) -> None:
+    """NaN at the same places, values beyond the format saturated at the same places, scales alike."""
+    for name in "qkv":
+        ours, theirs = getattr(made, name), getattr(expected, name)
+        assert_scales(ours, theirs, 16 * ULP)
+        assert_few_differ(ours, theirs)
+        a, b, saturated = values(ours), values(theirs), theirs.format.max
+        assert torch.equal(a == saturated, b == saturated) and torch.equal(a == -saturated, b == -saturated)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rotary", "balance", "dtype"),
+    [
+        ({"rotate": "none"}, None, False, torch.bfloat16),
+        ({"rotate": "none"}, None, True, torch.float32),
+        ({"rotate": "none", "q_format": "int8", "k_format": "int8"}, (32, False, 2), False, torch.float16),
+        ({"rotate": "random_hadamard"}, None, False, torch.bfloat16),
+        ({"rotate": "random_hadamard"}, None, False, torch.float16),
+        ({"rotate": "random_hadamard"}, (64, False, 2), True, torch.bfloat16),
+        ({"rotate": "random_hadamard", "q_format": "bf16", "k_format": "bf16"}, None, False, torch.float32),
+        ({"rotate": "block_hadamard", "q_format": "fp16"}, None, True, torch.bfloat16),
+        ({"rotate": "haar"}, None, False, torch.float32),
+        ({"rotate": "sign_flip"}, None, True, torch.bfloat16),
+        ({"rotate": "permutation"}, None, False, torch.bfloat16),
+    ],
+)
+def test_nan_and_infinity_go_where_the_reference_puts_them(
+    fields: dict[str, Any], rotary: tuple[int, bool, int] | None, balance: bool, dtype: torch.dtype
+) -> None:
+    recipe = Recipe(**{**fields, "q_scale": "block:16", "k_scale": "token", "v_scale": "channel"})
+    c = case(recipe, batch=1, group=1, dtype=dtype, rotary=rotary, balance=balance, means=balance)
+    inf = torch.inf
+    for x in (c.q, c.k, c.v):
+        x[0, 0, 0, 3], x[0, 0, 2, 4], x[0, 0, 5, 6] = torch.nan, inf, -inf
+        x[0, 1, 17, 0] = x[0, 1, 17, 63] = inf
+        x[0, 1, 18, 1], x[0, 1, 18, 2] = inf, -inf
+        x[0, 1, 20], x[0, 1, 33, 8], x[0, 1, 33, 9] = torch.nan, torch.nan, inf
+    made, expected = c.run(), c.run(reference_quantize_qkv)
+    assert_same_classes(made, expected)
+    assert values(made.v).isnan().any() and (recipe.q_format == "bf16" or values(made.q).isnan().any())
+    if balance:  # a NaN or an infinity in q, where the mean is not 0
+        assert torch.equal(made.logit_shift.isnan(), expected.logit_shift.isnan())
+        big = expected.logit_shift.abs() == 1e38
+        assert torch.equal(made.logit_shift[big], expected.logit_shift[big]) and big.any()
+
+
+def test_hidden_tokens_may_hold_anything() -> None:
+    c = case(Recipe(), is_causal=True, seqlen_q=20, seqlen_k=50, rotary=(64, False, 2), means=True, balance=True)
+    other = Case(c.q, c.k.clone(), c.v.clone(), c.recipe, c.masking, c.smoothing, c.rotary)
+    for x in (other.k, other.v):
+        x[:, :, 20:30], x[:, :, 30:] = torch.nan, torch.inf
+    one, two = c.run(), other.run()
+    for name in "qkv":
+        a, b = getattr(one, name), getattr(two, name)
+        assert torch.equal(a.codes.view(torch.uint8), b.codes.view(torch.uint8)) and torch.equal(a.scale, b.scale)
+    assert (values(two.k)[:, :, 20:] == 0).all() and (values(two.v)[:, :, 20:] == 0).all()
+
+
+@pytest.mark.parametrize("scale", ["block:16", "tensor"])
+def test_zeros_and_nothing(scale: str) -> None:
+    recipe = Recipe(**PLAIN, q_scale=scale, k_scale=scale, v_scale=scale)
+    c = case(recipe, batch=1, group=1, seqlen_q=33)
+    for x in (c.q, c.k, c.v):
+        x[0, :, :16] = 0.0
+    check(c)
+    for x in (c.q, c.k, c.v):
+        x.zero_()
+    made = c.run()
+    assert all((x.scale == 1).all() and (values(x) == 0).all() for x in (made.q, made.k, made.v))
+    for empty in ({"batch": 0}, {"kv_heads": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0}):
+        c = case(recipe, **empty)
+        made, expected = c.run(), c.run(reference_quantize_qkv)
+        for name in "qkv":
+            ours, theirs = getattr(made, name), getattr(expected, name)
+            assert ours.shape == theirs.shape and ours.scale.shape == theirs.scale.shape
+            assert torch.equal(ours.scale == 1, theirs.scale == 1)
+
+
+def test_a_shift_beyond_fp32_is_clamped() -> None:
+    c = case(Recipe(), batch=1, group=1, dtype=torch.float32)
+    c.q[0, 0], c.q[0, 1] = 1e26, -1e26
+    big = Smoothing(k_mean=torch.full((1, 2, 1, 64), 1e26))
+    made = Case(c.q, c.k, c.v, c.recipe, c.masking, big).run()
+    assert (made.logit_shift[0, 0] == 1e38).all() and (made.logit_shift[0, 1] == -1e38).all()
+    small = Smoothing(k_mean=torch.full((1, 2, 1, 64), 1e-30))
+    made = Case(c.q, c.k, c.v, c.recipe, c.masking, small).run()
+    assert torch.allclose(made.logit_shift[0, 0], torch.tensor(64e-4), rtol=64 * ULP)
+
+
+def test_the_usual_and_the_careful_path_agree() -> None:
+    """One NaN sends a tile down the careful path: the other rows' codes stay what they were, but for near ties."""
+    c = case(Recipe(q_scale="token", k_scale="token", v_scale="token"), batch=1, group=1, balance=True, seqlen_q=64)
+    one = c.run()
+    for x in (c.q, c.k, c.v):
+        x[:, :, 11] = torch.nan
+    two = c.run()
+    for name in "qkv":
+        a, b = values(getattr(one, name)), values(getattr(two, name))
+        keep = torch.arange(a.shape[2]) != 11
+        assert b[:, :, 11].isnan().all()
+        assert (a[:, :, keep] != b[:, :, keep]).sum() <= 2  # as many as FP32's last bits decide, at 2^-13 an element
+
+
+# ---- Rotary ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("channels", "dimensions"), [(16, 2), (6, 2), (16, 3)])
+def test_rotary_is_a_product_of_complex_numbers(channels: int, dimensions: int, interleaved: bool) -> None:
+    x = randn(2, 3, 9, 16, seed=1)
+    angles = randn(*(2, 20, channels // 2)[3 - dimensions :], seed=2)
+    rotary = Rotary(angles.cos(), angles.sin(), interleaved)
+    assert rotary.channels == channels
+    # Two products and a sum of the pair's members, each rounded once: 3 ulp / 2 of the pair's norm, under 4 here
+    torch.testing.assert_close(rotary.rotate(x, 4).double(), turned(x.double(), rotary, 4), rtol=0, atol=4 * 2 * ULP)
+
+
+def test_rotary_positions_in_the_reference() -> None:
+    """Query i stands at i + diagonal, key j at j: what turned tensors, quantized without rotary, give."""
+    c = case(
+        Recipe(rotate="none", **PLAIN), seqlen_q=5, seqlen_k=9, rotary=(64, False, 2), dtype=torch.float32,
+        causal_alignment="bottom_right", is_causal=True,
+    )  # fmt: skip
+    by_hand = Case(c.rotary.rotate(c.q, 4), c.rotary.rotate(c.k), c.v, c.recipe, c.masking, c.smoothing)
+    one, two = c.run(reference_quantize_qkv), by_hand.run(reference_quantize_qkv)
+    assert torch.equal(values(one.q), values(two.q)) and torch.equal(values(one.k), values(two.k))
+
+
+@pytest.mark.parametrize(
+    ("tables", "error", "words"),
+    [
+        ((torch.ones(4, 2, dtype=torch.int32), torch.ones(4, 2)), TypeError, "cos must be a floating-point tensor"),
+        ((torch.ones(4, 2), [1.0]), TypeError, "sin must be a floating-point tensor, got list"),
+        ((torch.ones(4, 2), torch.ones(4, 2, dtype=torch.float16)), TypeError, "one dtype"),
+        ((torch.ones(4, 2), torch.ones(4, 3)), ValueError, r"\(4, 2\) and \(4, 3\)"),
+        ((torch.ones(4), torch.ones(4)), ValueError, r"\(positions, pairs\)"),
+        ((torch.ones(4, 0), torch.ones(4, 0)), ValueError, r"\(positions, pairs\)"),
+    ],
+)
+def test_rotary_refuses(tables: tuple[Any, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Rotary(*tables)
+
+
+def test_rotary_checks_what_a_problem_needs() -> None:
+    rotary = Rotary(torch.ones(10, 4), torch.ones(10, 4))
+    rotary.check(2, 3, 10, 7, 8)
+    rotary.check(2, 0, 10, 50, 8)
+    for sizes, words in [
+        ((2, 3, 10, 7, 6), "4 pairs of channels, head_dim 6 has 3"),
+        ((2, 4, 10, 7, 8), "10 positions, 11 are needed"),
+        ((2, 1, 11, 0, 8), "10 positions, 11 are needed"),
+        ((2, 4, 2, -2, 8), "query 0 would stand at position -2"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            rotary.check(*sizes)
+    with pytest.raises(ValueError, match="batch 1 or 3"):
+        Rotary(torch.ones(2, 10, 4), torch.ones(2, 10, 4)).check(3, 1, 1, 0, 8)
+
+
+# ---- On a GPU -------------------------------------------------------------------------------------------------------
+
+GPU_CASES = {
+    "default": dict(recipe=Recipe(), means=True, balance=True),
+    "rotary": dict(recipe=Recipe(), means=True, balance=True, rotary=(128, False, 2)),
+    "partial rotary": dict(recipe=Recipe(), rotary=(64, False, 3)),
+    "interleaved rotary": dict(recipe=Recipe(), rotary=(128, True, 2)),
+    "plain": dict(recipe=Recipe(rotate="none")),
+    "rotated": dict(recipe=Recipe()),
+    "float32": dict(recipe=Recipe(), dtype=torch.float32),
+    "float16": dict(recipe=Recipe(), dtype=torch.float16),
+    "head": dict(recipe=Recipe(q_scale="head", k_scale="head", v_scale="head")),
+    "tensor": dict(recipe=Recipe(q_scale="tensor", k_scale="tensor", v_scale="tensor", scale_mode="pow2")),
+    "blocks": dict(recipe=Recipe(q_scale="block:100", k_scale="block:16", v_scale="block:300"), balance=True),
+    "token columns": dict(recipe=Recipe(v_scale="token"), layout="bshd"),
+    "int8": dict(recipe=Recipe(q_format="int8", k_format="int8"), balance=True),
+    "e5m2": dict(recipe=Recipe(q_format="e5m2", k_format="e5m2", v_format="e5m2"), head_dim=64, head_dim_v=128),
+    "mixed": dict(recipe=Recipe(q_format="fp16", p_format="fp16"), head_dim=96, layout="bshd"),
+    "haar": dict(recipe=Recipe(rotate="haar"), means=True),
+    "dct, spread": dict(recipe=Recipe(rotate="dct"), spread=20.0, head_dim=80, dtype=torch.float32),
+    "spread": dict(recipe=Recipe(), spread=20.0, balance=True),
+    "head dim 256": dict(recipe=Recipe(), head_dim=256, balance=True, rotary=(256, False, 2)),
+    "head dim 576": dict(recipe=Recipe(rotate="none"), head_dim=576, head_dim_v=512),
+    "causal": dict(recipe=Recipe(), window=(100, 0), balance=True, means=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_compiled_kernels_are_right(name: str, seed: int) -> None:
+    options: dict[str, Any] = dict(head_dim=128, seqlen_q=2049, seqlen_k=3001, kv_heads=2, group=4)
+    made = check(case(**{**options, **GPU_CASES[name]}, seed=seed, device="cuda"))
+    again = case(**{**options, **GPU_CASES[name]}, seed=seed, device="cuda").run()
+    for x in "qkv":  # the same bits again, whatever order tiles ran in
+        assert torch.equal(getattr(made, x).rows().view(torch.uint8), getattr(again, x).rows().view(torch.uint8))
+
+
+@pytest.mark.gpu
+@settings(max_examples=100)
+@given(cases())
+def test_compiled_kernels_are_right_in_the_sweep(c: Case) -> None:
+    def move(x: Any) -> Any:
+        return x.cuda() if isinstance(x, torch.Tensor) else x
+
+    masking = Masking(
+        c.masking.seqlen_q, c.masking.seqlen_k, torch.device("cuda"), c.masking.is_causal, c.masking.causal_alignment,
+        c.masking.window, move(c.masking.mask),
+    )  # fmt: skip
+    rotary = None if c.rotary is None else Rotary(c.rotary.cos.cuda(), c.rotary.sin.cuda(), c.rotary.interleaved)
+    check(Case(c.q.cuda(), c.k.cuda(), c.v.cuda(), c.recipe, masking, c.smoothing.to("cuda"), rotary))
+
+
+@pytest.mark.gpu
+def test_quotients_are_ieees() -> None:
+    """Without a rotation or a rounding before it, every code is the reference's: bfloat16 quotients tie often."""
+    for recipe in (Recipe(rotate="none"), Recipe(rotate="none", q_scale="head", k_scale="block", v_scale="token")):
+        c = case(recipe, seqlen_q=4096, seqlen_k=4096, head_dim=128, device="cuda")
+        made, expected = c.run(), c.run(reference_quantize_qkv)
+        for name in "qkv":
+            ours, theirs = getattr(made, name), getattr(expected, name)
+            assert torch.equal(ours.scale, theirs.scale)
+            assert torch.equal(ours.rows().view(torch.uint8), theirs.codes.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_capture_it() -> None:
+    c = case(Recipe(), seqlen_q=512, seqlen_k=512, head_dim=128, means=True, balance=True, device="cuda")
+    c.run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = c.run()
+    c.q.copy_(c.q.flip(2))
+    graph.replay()
+    expected = c.run()
+    assert torch.equal(made.q.codes.view(torch.uint8), expected.q.codes.view(torch.uint8))
+    assert torch.equal(made.v.scale, expected.v.scale) and torch.equal(made.logit_shift, expected.logit_shift)
