@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from fp8attn.kernels.problem import AttentionProblem
 __all__ = ["Config", "choose_config", "choose_splits", "describe", "programs", "table_path"]
 
 _FALLBACK_GPU = "NVIDIA H200"
+_FALLBACK_SHARED_MEMORY = 227 << 10  # bytes a block of that GPU may have
+_OTHER_SHARED_MEMORY = 1 << 10  # barriers and reductions, beside the tiles
 _SPLIT_TILES = 4  # a program that shares a query tile's keys has at least so many tiles of them
 
 
@@ -54,14 +56,43 @@ def table_path(gpu: str) -> Path:
     return Path(__file__).parent / "tuned" / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
-def choose_config(problem: AttentionProblem) -> Config:
-    """The measured configuration for the problem's head dims, formats and kind of mask."""
+def choose_config(problem: AttentionProblem, *, shared_memory: int | None = None) -> Config:
+    """The measured configuration for the problem's head dims, formats and kind of mask, made to fit.
+
+    ``shared_memory``: bytes that a block may have, the device's unless given.
+    """
     qkv, masking = problem.qkv, problem.masking
-    device = qkv.q.device
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else _FALLBACK_GPU
-    wide = max(qkv.q.codes.element_size(), qkv.v.codes.element_size(), _width(qkv.recipe.p_format)) > 1
+    device, gpu = qkv.q.device, _FALLBACK_GPU
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        if shared_memory is None:
+            properties = torch.cuda.get_device_properties(device)
+            shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    sizes = tuple(x.codes.element_size() for x in (qkv.q, qkv.k, qkv.v))
+    wide = max(sizes[0], sizes[2], _width(qkv.recipe.p_format)) > 1
     banded = masking.left is not None or masking.right is not None or masking.mask is not None
-    return _config(gpu, qkv.q.shape[-1], qkv.v.shape[-1], wide, banded)
+    config = _config(gpu, qkv.q.shape[-1], qkv.v.shape[-1], wide, banded)
+    return _fitted(config, qkv.q.shape[-1], sizes, shared_memory or _FALLBACK_SHARED_MEMORY)
+
+
+@lru_cache(maxsize=256)
+def _fitted(config: Config, head_dim: int, sizes: tuple[int, ...], shared_memory: int) -> Config:
+    """The configuration with fewer stages and keys a tile, where it would need more shared memory than there is.
+
+    ``sizes``: bytes of a code of q, k and v. A table is made with 8-bit keys and values, on one GPU.
+    """
+    channels = -(-head_dim // config.chunk) * config.chunk
+    while config.block_n > 32 or config.stages > 1:
+        key = channels * sizes[1] + config.slice_v * config.slices_v * sizes[2]
+        tiles = config.block_m * channels * sizes[0] + config.stages * config.block_n * key
+        if tiles + _OTHER_SHARED_MEMORY <= shared_memory:
+            break
+        if config.stages > 2 or config.block_n == 32:
+            config = replace(config, stages=config.stages - 1)
+        else:
+            block_n = config.block_n // 2
+            config = replace(config, block_n=block_n, edge_n=min(config.edge_n, block_n))
+    return config
 
 
 @lru_cache(maxsize=256)
