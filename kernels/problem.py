@@ -11,7 +11,7 @@ import torch
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor, load_tensors, save_tensors
 
-__all__ = ["AttentionProblem", "Masking", "QuantizedQKV"]
+__all__ = ["AttentionProblem", "Masking", "QuantizedQKV", "Rotary"]
 
 _EXTRAS = ("logit_shift", "v_mean", "keys_in_use")
 
@@ -124,6 +124,84 @@ class Masking:
             queries = by_query if queries is None else by_query & queries
             keys = by_key if keys is None else by_key & keys
         return queries, keys
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary position embedding: the first R channels turn in pairs, by angles that grow with the token's position.
+
+    A pair (x, y) at position p becomes (x cos - y sin, y cos + x sin), with pair i's angle in ``cos[..., p, i]`` and
+    ``sin[..., p, i]``. Channels from R on pass through. Query i is at position i + ``Masking.diagonal``, key j at j.
+
+    Attributes:
+        cos, sin: (P, R / 2), or (B, P, R / 2) when positions differ from sequence to sequence; of any floating dtype.
+        interleaved: which channels make pair i: i and i + R / 2 if False (GPT-NeoX, Llama in transformers, whose tables
+            hold every angle twice: pass ``cos[..., : R // 2]``), 2 i and 2 i + 1 if True (GPT-J).
+
+    Raises:
+        TypeError: cos or sin is not a floating tensor, or their dtypes differ.
+        ValueError: their shapes differ or are not as above, or they lie on two devices.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name, table in (("cos", self.cos), ("sin", self.sin)):
+            if not isinstance(table, torch.Tensor) or not table.dtype.is_floating_point:
+                got = getattr(table, "dtype", type(table).__name__)
+                raise TypeError(f"{name} must be a floating-point tensor, got {got}")
+        if self.cos.dtype != self.sin.dtype:
+            raise TypeError(f"cos and sin must have one dtype, got {self.cos.dtype} and {self.sin.dtype}")
+        if self.cos.shape != self.sin.shape or self.cos.ndim not in (2, 3) or self.cos.shape[-1] == 0:
+            raise ValueError(
+                "cos and sin must both have shape (positions, pairs) or (batch, positions, pairs), "
+                f"got {tuple(self.cos.shape)} and {tuple(self.sin.shape)}"
+            )
+        if self.cos.device != self.sin.device:
+            raise ValueError(f"cos and sin must be on one device, got {self.cos.device} and {self.sin.device}")
+
+    @property
+    def channels(self) -> int:
+        """R, how many channels turn."""
+        return 2 * self.cos.shape[-1]
+
+    def check(self, batch: int, seqlen_q: int, seqlen_k: int, diagonal: int, head_dim: int) -> None:
+        """``ValueError`` unless the tables reach every channel pair and position that these sizes need.
+
+        ``diagonal`` is ``Masking.diagonal``: the key position of query 0.
+        """
+        if self.channels > head_dim:
+            raise ValueError(f"cos has {self.channels // 2} pairs of channels, head_dim {head_dim} has {head_dim // 2}")
+        if self.cos.ndim == 3 and self.cos.shape[0] not in (1, batch):
+            raise ValueError(f"cos must have batch 1 or {batch}, got shape {tuple(self.cos.shape)}")
+        if diagonal < 0 and seqlen_q > 0:
+            raise ValueError(
+                f"query 0 would stand at position {diagonal}: with more queries than keys, bottom-right alignment "
+                "leaves the first queries without a position to rotate by"
+            )
+        needed, positions = max(seqlen_q + diagonal if seqlen_q else 0, seqlen_k), self.cos.shape[-2]
+        if needed > positions:
+            raise ValueError(
+                f"cos has {positions} positions, {needed} are needed for {seqlen_q} queries, the first at position "
+                f"{diagonal}, and {seqlen_k} keys"
+            )
+
+    def rotate(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """``x`` (B, H, S, D), token i at position ``first`` + i, turned: FP32 of the same shape, in plain PyTorch."""
+        x, pairs = x.to(torch.float32), self.channels // 2
+        rows = slice(first, first + x.shape[2])
+        cos, sin = (table[..., rows, :].to(torch.float32) for table in (self.cos, self.sin))
+        if cos.ndim == 3:
+            cos, sin = cos[:, None], sin[:, None]
+        if self.interleaved:
+            left, right = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+        else:
+            left, right = x[..., :pairs], x[..., pairs : 2 * pairs]
+        turned = left * cos - right * sin, right * cos + left * sin
+        both = torch.stack(turned, dim=-1).flatten(-2) if self.interleaved else torch.cat(turned, dim=-1)
+        return torch.cat([both, x[..., 2 * pairs :]], dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

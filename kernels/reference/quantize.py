@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8attn.kernels.problem import Masking, QuantizedQKV
+from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import quantize_tensor
 from fp8attn.transforms import Smoothing, balance_factors, channel_mean, make_transform, mean_out_helps
@@ -26,19 +26,21 @@ def quantize_qkv(
     *,
     scale: float,
     smoothing: Smoothing | None = None,
+    rotary: Rotary | None = None,
 ) -> QuantizedQKV:
     """Quantize (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) tensors.
 
-    ``smoothing`` is fitted to the tokens in use, or given (frozen statistics). ``scale``, the softmax scale, serves the
-    decision of ``smooth_k="auto"`` alone. Autocast does not apply.
+    ``rotary`` turns queries and keys before anything else. ``smoothing`` is fitted to the tokens in use, or given
+    (frozen statistics). ``scale``, the softmax scale, serves the decision of ``smooth_k="auto"`` alone. Autocast does
+    not apply.
     """
     with torch.autocast(query.device.type, enabled=False):
         queries_in_use, keys_in_use = masking.in_use
         # Contiguous, because sums over strided memory would have another order and the answer other bits.
-        q, k, v = (
-            _keep(_bounded(x.to(torch.float32).contiguous()), in_use)
-            for x, in_use in ((query, queries_in_use), (key, keys_in_use), (value, keys_in_use))
-        )
+        q, k, v = (_bounded(x.to(torch.float32).contiguous()) for x in (query, key, value))
+        if rotary is not None:
+            q, k = rotary.rotate(q, masking.diagonal), rotary.rotate(k)
+        q, k, v = _keep(q, queries_in_use), _keep(k, keys_in_use), _keep(v, keys_in_use)
         if smoothing is None:
             smoothing = fit_smoothing(q, k, v, recipe, masking, scale=scale)
         group = q.shape[1] // max(1, k.shape[1])
