@@ -91,8 +91,9 @@ def _visible(
         if MASK == "bool":
             visible = visible & (tl.load(mask + at, mask=inside, other=0) != 0)
         else:
-            bias = tl.load(mask + at, mask=inside, other=-float("inf")).to(tl.float32)
-            visible = visible & (bias != -float("inf"))
+            bias = tl.load(mask + at, mask=inside, other=-float("inf"))
+            visible = visible & (bias != -float("inf"))  # before FP64's least become FP32's -inf: those hide nothing
+            bias = bias.to(tl.float32)
     return visible, bias
 
 
