@@ -32,6 +32,7 @@ from fp8attn.kernels.portable.numerics import (
     TRITON_DTYPES,
     block_boundary,
     cast,
+    decode,
     load_scalar,
     operand_e4m3,
     product,
@@ -172,7 +173,7 @@ def _tile(
         relative = tl.minimum(tl.maximum(scales * inverse[:, None], _SMALLEST), 1.0)
         scaled = p * relative
         p8 = cast(scaled, P_DTYPE)
-        used = tl.where(scaled < P_SMALLEST_NORMAL, p, p8.to(tl.float32) / relative)
+        used = tl.where(scaled < P_SMALLEST_NORMAL, p, decode(p8) / relative)
         row_sum = tl.sum(used, 1)
         if not V_ROWS:
             p8 = cast(_permuted(scaled, BLOCK_M, BLOCK_N), P_DTYPE)
@@ -209,7 +210,9 @@ def _finish(m, l, sinks, head, shift, SINKS: tl.constexpr, SHIFT: tl.constexpr):
     if SINKS:
         sink = tl.load(sinks + head)
         sink2 = (sink - shift) * _LOG2E if SHIFT else tl.zeros_like(m) + sink * _LOG2E
-        sink2 = tl.minimum(tl.maximum(sink2, -_LARGEST_LOGIT), _LARGEST_LOGIT)
+        sink2 = tl.where(
+            sink2 > _LARGEST_LOGIT, _LARGEST_LOGIT, tl.where(sink2 < -_LARGEST_LOGIT, -_LARGEST_LOGIT, sink2)
+        )
         covered = tl.maximum(m, tl.ceil(sink2))
         factor = tl.exp2(m - covered)  # 0 for a row without keys, whose m is -inf
         total = l * factor + tl.exp2(sink2 - covered + _P_BITS)
@@ -220,10 +223,7 @@ def _finish(m, l, sinks, head, shift, SINKS: tl.constexpr, SHIFT: tl.constexpr):
     lse = (lse_m + tl.log2(divisor) - _P_BITS) / _LOG2E
     if SHIFT:
         lse += shift
-    if SINKS:
-        lse = tl.where(m == -float("inf"), tl.zeros_like(m) + sink, lse)
-    else:
-        lse = tl.where(total == 0, -float("inf"), lse)
+    lse = tl.where(l == 0, sink if SINKS else -float("inf"), lse)  # no visible key; NaN is something else
     factor = factor / divisor
     return factor, l * factor, lse
 
