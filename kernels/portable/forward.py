@@ -99,6 +99,17 @@ def _visible(
 
 
 @triton.jit
+def _capped(s, softcap, KIND: tl.constexpr):
+    """softcap * tanh(s / softcap). ``KIND`` is ``"large"`` where a rounding error of the softcap's size would show."""
+    capped = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * _LOG2E / softcap)) + 1.0))
+    if KIND == "large":
+        x = s / softcap
+        x2 = x * x  # Taylor's series; the next term is 17/315 x^6, 5e-8 of the value at the limit
+        capped = tl.where(tl.abs(x) < 0.1, s * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0))), capped)
+    return capped
+
+
+@triton.jit
 def _permuted(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Columns in the order in which ``permuted_columns`` stores keys; moves nothing between registers."""
     return tl.reshape(tl.permute(tl.reshape(p, [BLOCK_M, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4]), [BLOCK_M, BLOCK_N])
@@ -123,22 +134,22 @@ def _tile(
         s = -s
     if q[0].dtype == tl.int8:
         s = tl.where(_int8_nan(q, k_desc, plane, n, BLOCK_N, CHUNK), float("nan"), s)
-    if SOFTCAP or MASK == "additive" or K_PER_KEY or UNBOUNDED:
+    if SOFTCAP != "none" or MASK == "additive" or K_PER_KEY or UNBOUNDED:
         # Everything that needs whole logits: to log2 units first, then what the masks say.
         if K_PER_KEY:
             scales = tl.load(k_scale + (keys // K_SIZE) * stride_ks, mask=keys < seqlen_k, other=1.0)
             s = s * tl.minimum(row_factor[:, None] * scales[None, :], _LARGEST_FACTOR)
         else:
             s = s * tl.minimum(factor, _LARGEST_FACTOR)[:, None]
-        if SOFTCAP:  # the factors are natural then
+        if SOFTCAP != "none":  # the factors are natural then
             if SHIFT:
                 s += shift[:, None]
-            s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * _LOG2E / softcap)) + 1.0))
+            s = _capped(s, softcap, SOFTCAP)
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         visible, bias = _visible(
             rows, keys, seqlen_q, seqlen_k, diagonal, left, right, mask, stride_mq, stride_mk, HAS_LEFT, HAS_RIGHT, MASK
         )
-        if SOFTCAP:
+        if SOFTCAP != "none":
             s = (s + bias) * _LOG2E
         elif MASK == "additive":
             s = s + bias * _LOG2E
@@ -310,7 +321,7 @@ def _forward(
         q = q + (tl.reshape(chunk, [BLOCK_M, CHUNK]),)
     row_factor = tl.load(q_scale + (rows // Q_SIZE) * stride_qs, mask=in_rows, other=0.0) * scale
     shift = tl.zeros([BLOCK_M], tl.float32)
-    if SHIFT and SOFTCAP:  # without a softcap the shift comes in at the end
+    if SHIFT and SOFTCAP != "none":  # without a softcap the shift comes in at the end
         shift = scale * tl.load(logit_shift + q_plane.to(tl.int64) * seqlen_q + rows, mask=in_rows, other=0.0)
         if NEGATE:
             shift = -shift
@@ -394,11 +405,11 @@ def _forward(
             tl.store(out + at, acc[i], mask=in_rows[:, None] & (columns < head_dim_v)[None, :])
     else:
         plane_rows = q_plane * seqlen_q + rows
-        if SHIFT and not SOFTCAP:
+        if SHIFT and SOFTCAP == "none":
             shift = (scale / _LOG2E) * tl.load(logit_shift + plane_rows, mask=in_rows, other=0.0)
             if NEGATE:
                 shift = -shift
-        factor, mean_weight, row_lse = _finish(m, l, sinks, head, shift, SINKS, SHIFT and not SOFTCAP)
+        factor, mean_weight, row_lse = _finish(m, l, sinks, head, shift, SINKS, SHIFT and SOFTCAP == "none")
         if slice_group == 0:
             tl.store(lse + plane_rows, row_lse, mask=in_rows)
         if not V_PER_KEY:
@@ -507,6 +518,10 @@ def attend(
     k_edge_desc, v_edge_desc = _key_value_descriptors(k, v, config.edge_n, config, v_rows)
 
     softcap = problem.softcap
+    # tanh comes with FP32's error of 1, a logit with that of the softcap: from here on it would show
+    softcap_kind = "none" if softcap is None else "large" if softcap > 100 else "small"
+    if softcap is not None:
+        softcap = min(max(softcap, 1e-36), 1e36)  # so that its reciprocal is a normal number too
     q_scale, k_scale, v_scale = (_broadcast_scale(x) for x in (qkv.q, qkv.k, qkv.v))
     k_size = _tokens_a_scale(qkv.k)
     v_per_key = qkv.v.granularity.kind in ("token", "block")
@@ -538,7 +553,7 @@ def attend(
         *q_scale.stride()[:3], *k_scale.stride()[:3], *v_scale.stride(),
         *mask_strides,
         HAS_LEFT=masking.left is not None, HAS_RIGHT=masking.right is not None,
-        EVEN=seqlen_k % config.block_n == 0, MASK=mask_kind, SOFTCAP=softcap is not None, NEGATE=problem.scale < 0,
+        EVEN=seqlen_k % config.block_n == 0, MASK=mask_kind, SOFTCAP=softcap_kind, NEGATE=problem.scale < 0,
         SINKS=sinks is not None, SHIFT=shift is not None, V_MEAN=v_mean is not None, SPLIT=split,
         UNBOUNDED=not (q_format.scaled and qkv.k.format.scaled),
         K_PER_KEY=k_size % config.block_n != 0, V_PER_KEY=v_per_key, V_ROWS=v_rows,
