@@ -25,7 +25,7 @@ if not _os.path.isdir(_os.path.join(_here, "kernels")):
 
 if TYPE_CHECKING:
     from fp8attn import analysis, formats, kernels, recipe, scaling, testing, transforms
-    from fp8attn.kernels.problem import QuantizedQKV
+    from fp8attn.kernels.problem import QuantizedQKV, Rotary
     from fp8attn.ops import (
         Explanation,
         attention,
@@ -50,6 +50,7 @@ _NAMES = {
     "QuantizedQKV": "fp8attn.kernels.problem",
     "QuantizedTensor": "fp8attn.scaling",
     "Recipe": "fp8attn.recipe",
+    "Rotary": "fp8attn.kernels.problem",
 }
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "QuantizedQKV",
     "QuantizedTensor",
     "Recipe",
+    "Rotary",
     "analysis",
     "attention",
     "attention_quantized",

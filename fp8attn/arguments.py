@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from fp8attn.kernels.problem import Masking, QuantizedQKV
+from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import Smoothing, make_transform
 
@@ -105,6 +105,17 @@ def smoothing_parts(smoothing: Smoothing | None) -> tuple[torch.Tensor | None, .
     parts = {f"smoothing.{name}": getattr(smoothing, name) for name in ("k_mean", "v_mean", "balance")}
     check_tensors(**parts)
     return tuple(parts.values())
+
+
+def rotary_parts(rotary: Rotary | None) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+    """``cos``, ``sin`` and ``interleaved``."""
+    if rotary is None:
+        return None, None, False
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be a fp8attn.Rotary, got {type(rotary).__name__}")
+    parts = {"rotary.cos": rotary.cos, "rotary.sin": rotary.sin}
+    check_tensors(**parts)
+    return rotary.cos, rotary.sin, rotary.interleaved
 
 
 def recipe_text(recipe: str | Recipe) -> str:
@@ -281,6 +292,19 @@ class Inputs:
                 )
             if part.device != self.query.device:
                 raise ValueError(f"smoothing.{name} must be on {self.query.device}, got {part.device}")
+
+    def check_rotary(self, rotary: Rotary | None, causal_alignment: str) -> None:
+        """Whether the tables reach every position; query 0 stands where ``causal_alignment`` puts it."""
+        if rotary is None:
+            return
+        (batch, _, seqlen_q, head_dim), seqlen_k = self.query.shape, self.key.shape[2]
+        if rotary.cos.device != self.query.device:
+            raise ValueError(f"rotary must be on {self.query.device}, got {rotary.cos.device}")
+        diagonal = seqlen_k - seqlen_q if causal_alignment == "bottom_right" else 0
+        try:
+            rotary.check(batch, seqlen_q, seqlen_k, diagonal, head_dim)
+        except ValueError as error:
+            raise ValueError(f"rotary: {error}") from None
 
 
 def check_transform(recipe: Recipe, head_dim: int) -> None:

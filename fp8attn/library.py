@@ -18,7 +18,7 @@ import torch
 from fp8attn.arguments import Inputs, check_as_many_sequences, check_transform, recipe_of, scale_or_default, starts
 from fp8attn.formats import get_format
 from fp8attn.kernels.dispatch import Backend, choose
-from fp8attn.kernels.problem import AttentionProblem, Masking, QuantizedQKV
+from fp8attn.kernels.problem import AttentionProblem, Masking, QuantizedQKV, Rotary
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
 from fp8attn.transforms import Smoothing
@@ -59,6 +59,14 @@ class Quantization(NamedTuple):
     k_mean: torch.Tensor | None
     v_mean: torch.Tensor | None
     balance: torch.Tensor | None
+    rotary_cos: torch.Tensor | None
+    rotary_sin: torch.Tensor | None
+    rotary_interleaved: bool
+
+    def rotary(self) -> Rotary | None:
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return None
+        return Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved)
 
 
 class Placement(NamedTuple):
@@ -85,7 +93,10 @@ class Parts(NamedTuple):
 _QKV = "Tensor query, Tensor key, Tensor value"
 _VISIBILITY = "Tensor? attn_mask, bool is_causal, str causal_alignment, SymInt[] window"
 _SOFTMAX = "float? scale, float? softcap, Tensor? sinks"
-_QUANTIZATION = "str recipe, bool frozen, Tensor? k_mean, Tensor? v_mean, Tensor? balance"
+_QUANTIZATION = (
+    "str recipe, bool frozen, Tensor? k_mean, Tensor? v_mean, Tensor? balance, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
+)
 _PLACEMENT = "bool enable_gqa, str layout, str backend"
 _PARTS = (
     "Tensor q_codes, Tensor q_scale, Tensor k_codes, Tensor k_scale, Tensor? v_rows, Tensor? v_columns, "
@@ -160,6 +171,7 @@ class Call:
         inputs = Inputs.check(query, key, value, layout=placement.layout, enable_gqa=placement.enable_gqa)
         inputs.mask(visibility.attn_mask)
         inputs.check_smoothing(quantization.k_mean, quantization.v_mean, quantization.balance)
+        inputs.check_rotary(quantization.rotary(), visibility.causal_alignment)
         recipe = recipe_of(quantization.recipe)
         check_transform(recipe, inputs.query.shape[3])
         backend = choose(placement.backend, query.device, recipe, inputs.query.shape[3], inputs.value.shape[3])
@@ -173,8 +185,9 @@ class Call:
         smoothing = Smoothing(given.k_mean, given.v_mean, given.balance) if given.frozen else None
         inputs = self.inputs
         return self.backend.quantize(
-            inputs.query, inputs.key, inputs.value, self.recipe, masking, scale=scale, smoothing=smoothing
-        )
+            inputs.query, inputs.key, inputs.value, self.recipe, masking,
+            scale=scale, smoothing=smoothing, rotary=given.rotary(),
+        )  # fmt: skip
 
     def problem_without_values(self, softmax: Softmax) -> AttentionProblem:
         """The attention problem to come, to ask about: its tensors have their shapes and dtypes, and one element."""
@@ -388,8 +401,10 @@ def _check_varlen(
     softmax, quantization = _grouped(rest, Softmax, Quantization)
     visibility = Visibility(None, is_causal, causal_alignment, window)
     placement = Placement(True, "bshd", backend)
+    # All tokens together have positions that no sequence has: each is checked when it is run.
+    unturned = quantization._replace(rotary_cos=None, rotary_sin=None)
     inputs = Call.check(
-        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), visibility, quantization, placement
+        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), visibility, unturned, placement
     ).inputs
     inputs.sinks(softmax.sinks)
     return inputs, (query, key, value), (cu_q, cu_k), (*visibility, *softmax, *quantization, *placement)

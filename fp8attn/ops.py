@@ -18,13 +18,14 @@ from fp8attn.arguments import (
     check_out,
     check_tensors,
     recipe_text,
+    rotary_parts,
     smoothing_parts,
     softcap_or_none,
     softmax_scale,
     window_sides,
 )
 from fp8attn.kernels.dispatch import check_name, reasons
-from fp8attn.kernels.problem import QuantizedQKV
+from fp8attn.kernels.problem import QuantizedQKV, Rotary
 from fp8attn.kernels.states import merge_states
 from fp8attn.library import (
     Call,
@@ -63,6 +64,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     recipe: str | Recipe = "default",
     smoothing: Smoothing | None = None,
+    rotary: Rotary | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
     backend: str = "auto",
@@ -92,6 +94,8 @@ def attention(
         sinks: (Hq,) one logit a head that takes weight and has no value.
         recipe: how to quantize: a preset's name or a ``Recipe``.
         smoothing: frozen statistics (``fp8attn.transforms.Smoothing``) to use instead of fitting the recipe's own.
+        rotary: position embedding (``fp8attn.Rotary``) to turn queries and keys by, in the same pass that quantizes
+            them. Key j is at position j, and query i where ``causal_alignment`` puts it.
         layout: ``"bhsd"``, or ``"bshd"`` for (B, S, H, D) inputs and output.
         return_lse: also return the natural-log sum of exponentials, FP32 (B, Hq, Sq) in either layout.
         backend: ``"auto"``, or one of ``fp8attn.kernels.dispatch.BACKENDS``; ``fp8attn.explain`` says which one runs.
@@ -121,7 +125,7 @@ def attention(
         query, key, value,
         attn_mask, is_causal, causal_alignment, window_sides(window),
         softmax_scale(scale), softcap_or_none(softcap), sinks,
-        recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing),
+        recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing), *rotary_parts(rotary),
         bool(enable_gqa), layout, backend,
     )  # fmt: skip
     return _returned(result, lse, out, return_lse)
@@ -140,6 +144,7 @@ def quantize(
     scale: float | None = None,
     enable_gqa: bool = True,
     smoothing: Smoothing | None = None,
+    rotary: Rotary | None = None,
     layout: str = "bhsd",
     backend: str = "auto",
 ) -> QuantizedQKV:
@@ -162,7 +167,7 @@ def quantize(
     parts = torch.ops.fp8attn.quantize.default(
         query, key, value, softmax_scale(scale),
         attn_mask, is_causal, causal_alignment, window_sides(window),
-        recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing),
+        recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing), *rotary_parts(rotary),
         bool(enable_gqa), layout, backend,
     )  # fmt: skip
     return assembled(received(parts), recipe, query.dtype)
@@ -222,6 +227,7 @@ def attention_varlen(
     sinks: torch.Tensor | None = None,
     recipe: str | Recipe = "default",
     smoothing: Smoothing | None = None,
+    rotary: Rotary | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     out: torch.Tensor | None = None,
@@ -240,6 +246,7 @@ def attention_varlen(
         cu_seqlens_k: the same for keys.
         causal_alignment: ``"bottom_right"`` by default, as in FlashAttention.
         smoothing: frozen statistics that serve every sequence (a batch axis of 1).
+        rotary: positions count from each sequence's first key.
 
     Other arguments and errors are those of ``attention``.
 
@@ -260,7 +267,7 @@ def attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k,
         is_causal, causal_alignment, window_sides(window), backend,
         softmax_scale(scale), softcap_or_none(softcap), sinks,
-        recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing),
+        recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing), *rotary_parts(rotary),
     )  # fmt: skip
     return _returned(result, lse, out, return_lse)
 
@@ -310,6 +317,7 @@ def explain(
     sinks: torch.Tensor | None = None,
     recipe: str | Recipe = "default",
     smoothing: Smoothing | None = None,
+    rotary: Rotary | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
     backend: str = "auto",
@@ -340,7 +348,9 @@ def explain(
         out_shape: tuple[int, ...] = (*query.q.shape[:3], query.v.shape[3])
     else:
         check_tensors(query=query, key=key, value=value)
-        quantization = Quantization(recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing))
+        quantization = Quantization(
+            recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing), *rotary_parts(rotary)
+        )
         placement = Placement(bool(enable_gqa), layout, backend)
         call = Call.check(query, key, value, visibility, quantization, placement)  # type: ignore[arg-type]  # not None
         problem, chosen, out_shape = call.problem_without_values(softmax), call.backend, call.inputs.output_shape()

@@ -176,6 +176,45 @@ def test_frozen_smoothing_is_used_as_it_is() -> None:
         fp8attn.attention(*DATA, enable_gqa=True, smoothing=Smoothing(k_mean=torch.zeros(2, 3, 1, 16)))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_rotary_turns_queries_and_keys_first(interleaved: bool, alignment: str) -> None:
+    """Against complex multiplication: pair i turns by position times its frequency, the last channels not at all."""
+    frequencies = 0.5 ** torch.arange(6.0)
+    angles = torch.arange(40.0)[:, None] * frequencies
+
+    def turned(x: torch.Tensor, first: int) -> torch.Tensor:
+        pairs = x[..., :12].unflatten(-1, (6, 2) if interleaved else (2, 6)).double()
+        pairs = pairs if interleaved else pairs.transpose(-1, -2)
+        position = torch.arange(first, first + x.shape[2]).double()[:, None]
+        spun = torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * position * frequencies.double())
+        together = torch.view_as_real(spun)
+        together = (together if interleaved else together.transpose(-1, -2)).flatten(-2)
+        return torch.cat([together.float(), x[..., 12:]], dim=-1)
+
+    rotary = fp8attn.Rotary(angles.cos(), angles.sin(), interleaved)
+    first = 33 - 20 if alignment == "bottom_right" else 0
+    run = {"enable_gqa": True, "recipe": FINE, "is_causal": True, "causal_alignment": alignment}
+    out = fp8attn.attention(*DATA, rotary=rotary, **run)
+    expected = fp8attn.attention(turned(DATA.q, first), turned(DATA.k, 0), DATA.v, **run)
+    # FP32 sines of angles up to 40 are off by 40 * 2^-24; FP16 codes may then be off by a step, 2^-11.
+    torch.testing.assert_close(out, expected, atol=5e-3, rtol=0)
+    assert (out - fp8attn.attention(*DATA, **run)).norm() > 0.1 * out.norm()
+    quantized = fp8attn.quantize(*DATA, FINE, rotary=rotary, is_causal=True, causal_alignment=alignment)
+    assert torch.equal(fp8attn.attention_quantized(quantized, is_causal=True, causal_alignment=alignment), out)
+
+
+def test_rotary_in_a_packed_batch_counts_from_each_sequence() -> None:
+    angles = torch.arange(9.0)[:, None] * 0.3 ** torch.arange(8.0)
+    rotary = fp8attn.Rotary(angles.cos(), angles.sin())
+    q, k, v = (torch.randn(14, 2, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    ends = torch.tensor([0, 5, 14])
+    out = fp8attn.attention_varlen(q, k, v, ends, ends, is_causal=True, rotary=rotary)
+    for a, b in ((0, 5), (5, 14)):
+        one = fp8attn.attention(q[None, a:b], k[None, a:b], v[None, a:b], is_causal=True, layout="bshd", rotary=rotary)
+        assert torch.equal(out[a:b], one[0])
+
+
 @pytest.mark.parametrize(
     "given", [Smoothing(), Smoothing(balance=torch.full((1, 2, 1, 16), 2.0))], ids=["none", "some"]
 )
@@ -506,6 +545,17 @@ def varlen(**changes: Any) -> Callable[[], Any]:
         (call(Q, K, V, sinks=torch.zeros(6, requires_grad=True)), ValueError, "sinks requires a gradient"),
         (call(Q, K, V, torch.zeros(20, 33, requires_grad=True)), ValueError, "attn_mask requires a gradient"),
         (call(Q, K, V, out=torch.zeros(2, 6, 20, 16, requires_grad=True)), ValueError, "out requires a gradient"),
+        (call(Q, K, V, rotary=1), TypeError, "rotary must be a fp8attn.Rotary, got int"),
+        (
+            call(Q, K, V, rotary=fp8attn.Rotary(*torch.ones(2, 32, 8))),
+            ValueError,
+            "rotary: cos has 32 positions, 33 are",
+        ),
+        (
+            call(Q, K, V, rotary=fp8attn.Rotary(*torch.ones(2, 33, 9))),
+            ValueError,
+            "rotary: cos has 9 pairs of channels",
+        ),
         (call(Q, K, V, smoothing=1), TypeError, "smoothing must be a fp8attn.transforms.Smoothing, got int"),
         (call(Q, K, V, smoothing=Smoothing(balance=torch.ones(1, 2, 1, 16, device="meta"))), ValueError, "got meta"),
         (lambda: Smoothing(balance=torch.zeros(1, 2, 1, 16)), ValueError, "balance must lie between"),

@@ -49,6 +49,8 @@ FROZEN = Smoothing(
 FROZEN_EACH = Smoothing(FROZEN.k_mean.repeat(2, 1, 1, 1), FROZEN.v_mean.repeat(2, 1, 1, 1))  # a batch axis of their own
 ROUND_TRIP = Recipe(k_scale="block:64", v_scale="token", smooth_k=True, smooth_v=True, seed=3)
 SINKS = torch.arange(4.0)
+ANGLES = torch.arange(400.0)[:, None] * 0.3 ** torch.arange(4.0)
+ROTARY = fp8attn.Rotary(ANGLES.cos(), ANGLES.sin())
 
 
 def bshd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
@@ -83,6 +85,8 @@ CASES: dict[str, Callable[..., Any]] = {
     "recipe": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, recipe=ROUND_TRIP, backend="reference"),
     "recipe made inside": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, recipe=Recipe(k_scale="token")),
     "frozen smoothing": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, smoothing=FROZEN, return_lse=True),
+    "rotary": lambda q, k, v: fp8attn.attention(q, k, v, enable_gqa=True, rotary=ROTARY, return_lse=True),
+    "quantize, rotary": lambda q, k, v: fp8attn.quantize(q, k, v, causal_alignment="bottom_right", rotary=ROTARY),
     "bshd": bshd,
     "one head": lambda q, k, v: fp8attn.attention(q[:, 0], k[:, 0], v[:, 0], is_causal=True, return_lse=True),
     "out": into_out,

@@ -218,7 +218,7 @@ def test_broadcast_masks_are_not_expanded() -> None:
 
 
 # On the GPU, real sizes. The tensor core truncates within a tile: 8e-3 against exact sums is the contract's limit.
-# Its model does the same, bit for bit: 2e-3, the contract's limit there too, is for weights that FP32's last bit tips over a
+# Its model does the same, bit for bit: 2e-3, the contract's limit there, is for weights that the last bit tips over a
 # rounding boundary, for edge tiles (the model walks whole ones) and for sums of weights in FP16 (2^-12 an addition).
 EXACT_SUMS, MODEL = 8e-3, 2e-3
 
