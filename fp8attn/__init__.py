@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from fp8attn import analysis, formats, kernels, recipe, scaling, testing, transforms
     from fp8attn.kernels.problem import QuantizedQKV
     from fp8attn.ops import (
+        Explanation,
         attention,
         attention_quantized,
         attention_varlen,
+        explain,
         merge_states,
         quantize,
     )
@@ -38,9 +40,11 @@ if TYPE_CHECKING:
 
 _SUBMODULES = frozenset({"analysis", "cli", "formats", "kernels", "ops", "recipe", "scaling", "testing", "transforms"})
 _NAMES = {
+    "Explanation": "fp8attn.ops",
     "attention": "fp8attn.ops",
     "attention_quantized": "fp8attn.ops",
     "attention_varlen": "fp8attn.ops",
+    "explain": "fp8attn.ops",
     "merge_states": "fp8attn.ops",
     "quantize": "fp8attn.ops",
     "QuantizedQKV": "fp8attn.kernels.problem",
@@ -49,6 +53,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "Explanation",
     "QuantizedQKV",
     "QuantizedTensor",
     "Recipe",
@@ -56,6 +61,7 @@ __all__ = [
     "attention",
     "attention_quantized",
     "attention_varlen",
+    "explain",
     "formats",
     "kernels",
     "merge_states",

@@ -300,7 +300,8 @@ def quantize_tensor(
     if fmt.scaled:
         magnitudes = x.abs()
         amax = granularity.amax(torch.where(magnitudes.isfinite(), magnitudes, 0.0))
-        computed = (amax / fmt.max).clamp_(min=_TINY)
+        # By a tensor: on a GPU torch multiplies by a number's reciprocal, which is another scale in the last bit.
+        computed = (amax / torch.full_like(amax, fmt.max)).clamp_(min=_TINY)
         if scale_mode == "pow2":
             computed = ceil_pow2(computed)
         computed = torch.where(amax > 0, computed, 1.0)

@@ -10,7 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+
+# Without a GPU, Triton kernels run in its interpreter, which is chosen before the first of them is defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The first example of a test pays for imports and caches, and two workers share what CI has: no deadlines.
 settings.register_profile("fp8attn", deadline=None)

@@ -176,6 +176,19 @@ def test_frozen_smoothing_is_used_as_it_is() -> None:
         fp8attn.attention(*DATA, enable_gqa=True, smoothing=Smoothing(k_mean=torch.zeros(2, 3, 1, 16)))
 
 
+@pytest.mark.parametrize(
+    "given", [Smoothing(), Smoothing(balance=torch.full((1, 2, 1, 16), 2.0))], ids=["none", "some"]
+)
+def test_what_frozen_smoothing_lacks_is_not_fitted(given: Smoothing) -> None:
+    recipe = Recipe(smooth_k=True, smooth_v=True)
+    quantized = fp8attn.quantize(*DATA, recipe, smoothing=given)
+    assert quantized.logit_shift is None and quantized.v_mean is None
+    balance = given.balance if given.balance is not None else torch.ones(1)
+    expected = make_transform(recipe.rotate, 16, seed=recipe.seed).apply(DATA.k / balance)
+    # 2^-4 of a code's value, and of E4M3's smallest normal under the block's scale
+    assert ((quantized.k.dequantize() - expected).abs() <= expected.abs() / 16 + quantized.k.scale * 2**-10).all()
+
+
 def test_windows_count_inclusively() -> None:
     q, k = torch.zeros(1, 1, 10, 16), torch.zeros(1, 1, 10, 16)
     v = torch.eye(10, 16)[None, None]
@@ -517,7 +530,7 @@ def varlen(**changes: Any) -> Callable[[], Any]:
         (call(Q, K, V, torch.zeros(20, 33, device="meta")), ValueError, "attn_mask must be on cpu, got meta"),
         (call(Q, K, V, recipe="best"), ValueError, "unknown recipe 'best'; accepted: default"),
         (call(Q, K, V, recipe=None), TypeError, "recipe must be a Recipe or a preset's name"),
-        (call(Q, K, V, backend="cuda"), ValueError, "backend must be one of auto, reference"),
+        (call(Q, K, V, backend="cuda"), ValueError, "backend must be one of auto, triton, reference"),
         (
             call(Q, K, V, out=torch.zeros(2, 6, 20, 15)),
             ValueError,

@@ -25,6 +25,7 @@ __all__ = ["State", "attend", "attend_keys", "finish", "merge"]
 LOG2E = math.log2(math.e)
 P_SCALE = 256.0  # 2^8: weights are rounded in (0, 256], of which E4M3 keeps 2^-17 of the largest weight
 _LARGEST_LOGIT = 1e38
+_LARGEST_FACTOR = torch.finfo(torch.float32).max
 _TILE_ELEMENTS = 2**18  # logits of a tile: a few megabytes of working set, which stays in a CPU's cache
 
 
@@ -176,7 +177,8 @@ def _attend_rows(
     for tile in _tiles(keys.start, keys.stop, tile_k):
         kt, vt = k[:, tile], v[:, tile]
         s = torch.bmm(q, kt.mT) if accumulation == "fp32" else tensor_core_matmul(q, kt.mT)
-        s.mul_(row_scale).mul_(k_scale[:, tile].mT)
+        # The factors first: bounded, they make no NaN of a logit of 0.
+        s.mul_((row_scale * k_scale[:, tile].mT).clamp_(max=_LARGEST_FACTOR))
         if problem.softcap is not None:
             if shift is not None:
                 s.add_(shift)
@@ -190,7 +192,7 @@ def _attend_rows(
 
         m_old, m = m, torch.maximum(m, s.amax(dim=-1, keepdim=True).ceil())
         alpha = _rescale(m_old, m)
-        p = s.sub_(torch.where(m == -torch.inf, 0.0, m)).exp2_().mul_(P_SCALE)
+        p = s.sub_(torch.where(m == -torch.inf, 0.0, m) - math.log2(P_SCALE)).exp2_()
         if v_scale is None:
             p_format.round_nonnegative_(p)
             row_sum, tile_scale = p.sum(dim=-1, keepdim=True), None

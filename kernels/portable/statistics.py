@@ -1,0 +1,784 @@
+"""Smoothing statistics on the device: mean keys, mean values, balance, and whether taking the mean key out helps.
+
+Four kernels at most, each a plain grid over independent programs; what they hand on lies in fixed places and is summed
+in a fixed order, so that the same input gives the same bits:
+
+1. ``_partials_kernel`` reads q, k and v once. A program takes a chunk of one head's tokens and writes a *record*: how
+   many tokens count, and per channel their mean and the norm of the deviations from it.
+2. ``_merge_kernel`` merges the records of a head, and of a kv head's query heads.
+3. ``_weigh_kernel``, for ``smooth_k="auto"``: attention of sampled query rows over a chunk of keys, which yields the
+   weighted error of both candidates, c = 0 and c = mean.
+4. ``_decide_kernel`` merges those and decides.
+
+Sums of squares are kept as their roots, *norms*, and merged with a power of two taken out, so that nothing overflows or
+vanishes between 2^-126 and 2^90. Means and norms are merged by the formulas of Chan, Golub and LeVeque ("Updating
+formulae and a pairwise algorithm for computing sample variances", 1979): deviations are always from a mean of the same
+tokens, so that an offset, however large, cancels before it is squared.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8attn.kernels.portable.numerics import INTERPRETED
+from fp8attn.kernels.problem import Masking
+from fp8attn.recipe import Recipe
+from fp8attn.transforms import Smoothing
+
+if TYPE_CHECKING:
+    from fp8attn.kernels.problem import Rotary
+
+__all__ = ["fit_smoothing"]
+
+_LARGEST = tl.constexpr(2.0**90)  # finite inputs are brought under it, as in the reference
+_SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides, as in the reference
+
+# How many programs share a head's tokens: a function of its length alone, so that a sequence's statistics do not depend
+# on the batch it is in. 64 records of a head are merged at once; at 16 heads of 16,384 tokens there are 1,024 programs
+# each for q and k, eight a multiprocessor of an H200.
+_MOST_CHUNKS = 64
+_TILE_ELEMENTS = 8192  # tokens x channels in registers: 64 a thread of 4 warps leave room for four programs
+_MOST_KEY_CHUNKS = 32  # each program begins with its sampled rows, whose cost 16 tiles of keys pay off
+_KEY_TILE = 32
+_MERGED_CHANNELS = 32  # a program of the second kernel; 128 bytes of a record
+_NO_LIMIT = 2**31 - 1
+
+
+def fit_smoothing(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    *,
+    scale: float,
+    rotary: Rotary | None = None,
+) -> Smoothing:
+    """The statistics that the recipe asks for, as the reference's ``fit_smoothing`` but of the tensors as they come.
+
+    Queries (B, Hq, Sq, D), keys (B, Hkv, Sk, D) and values (B, Hkv, Sk, Dv) in float32, bfloat16 or float16 and of any
+    strides. Statistics are over the tokens in use whose every channel is finite in that head; finite values count as at
+    most 2^90 in magnitude. ``scale``, the softmax scale, serves the decision of ``smooth_k="auto"`` alone.
+
+    ``rotary`` turns queries and keys first. That runs in PyTorch, in FP32: two more tensors in memory.
+
+    Nothing waits for the device and shapes follow from shapes, so that CUDA graphs capture it once it has run. The
+    answer does not depend on strides. A tensor that cannot be read in aligned vectors (a last axis that is not
+    contiguous, strides that are no multiple of what the head dim allows, a storage offset) is copied first.
+    """
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    num_kv_heads, seqlen_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    balanced, auto = recipe.balance == "rms", recipe.smooth_k == "auto"
+    if 0 in (num_q_heads, num_kv_heads) or not (balanced or recipe.smooth_k or recipe.smooth_v):
+        return Smoothing()
+
+    def statistic(wanted: bool | str, channels: int) -> torch.Tensor | None:
+        shape = (batch, num_kv_heads, 1, channels)
+        return torch.empty(shape, dtype=torch.float32, device=q.device) if wanted else None
+
+    k_mean, balance = statistic(recipe.smooth_k, head_dim), statistic(balanced, head_dim)
+    v_mean = statistic(recipe.smooth_v, head_dim_v)
+    if batch == 0:
+        return Smoothing(k_mean, v_mean, balance)
+    if rotary is not None:
+        q, k = rotary.rotate(_bounded(q), masking.diagonal), rotary.rotate(_bounded(k))
+    q = _vectorizable(q) if balanced or auto else q
+    k = _vectorizable(k) if balanced or recipe.smooth_k else k
+    v = _vectorizable(v) if recipe.smooth_v else v
+    queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in masking.in_use)
+    tiles = ((seqlen_q, _rows(head_dim)), (seqlen_k, _rows(head_dim)), (seqlen_k, _rows(head_dim_v)))
+    chunks = tuple(_chunks(seqlen, rows, _MOST_CHUNKS) for seqlen, rows in tiles)
+    programs = (
+        batch * num_q_heads * chunks[0][0] if balanced else 0,
+        batch * num_kv_heads * chunks[1][0] if balanced or recipe.smooth_k else 0,
+        batch * num_kv_heads * chunks[2][0] if recipe.smooth_v else 0,
+    )
+    channels = max(head_dim, head_dim_v if recipe.smooth_v else 0)
+    records, counts, candidates = (
+        torch.empty(shape, dtype=torch.float32, device=q.device)
+        for shape in (
+            (sum(programs), 2, channels),
+            (sum(programs),),
+            (batch * num_kv_heads if auto else 0, 5, head_dim),
+        )
+    )
+    with torch.cuda.device_of(q):
+        if sum(programs):
+            _partials_kernel[(sum(programs),)](
+                q, _steps(q), k, _steps(k), v, _steps(v),
+                queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2),
+                records, counts, channels, programs, chunks, (num_q_heads, num_kv_heads), (seqlen_q, seqlen_k),
+                HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, ROWS=_rows(head_dim), ROWS_V=_rows(head_dim_v),
+                WITH_Q=programs[0] > 0, WITH_K=programs[1] > 0, WITH_V=programs[2] > 0,
+                CENTER_K=bool(recipe.smooth_k), num_warps=4,
+            )  # fmt: skip
+        _merge_kernel[(batch * num_kv_heads, triton.cdiv(channels, _MERGED_CHANNELS))](
+            records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks,
+            num_q_heads // num_kv_heads, head_dim, head_dim_v,
+            SMOOTH_K=bool(recipe.smooth_k), AUTO=auto, SMOOTH_V=recipe.smooth_v, BALANCED=balanced,
+            BLOCK=_MERGED_CHANNELS, num_warps=4,
+        )  # fmt: skip
+        if auto:
+            states = _weigh(q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale)
+            _decide_kernel[(batch * num_kv_heads,)](
+                states, candidates, k_mean, balance, num_q_heads // num_kv_heads, states.shape[1], head_dim,
+                CHUNKS=triton.next_power_of_2(max(1, states.shape[1])), ROWS=_SAMPLED_ROWS,
+                BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+            )  # fmt: skip
+    return Smoothing(k_mean, v_mean, balance)
+
+
+def _weigh(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    queries_in_use: torch.Tensor | None,
+    keys_in_use: torch.Tensor | None,
+    candidates: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    scale: float,
+) -> torch.Tensor:
+    """Of the sampled rows' attention to each chunk of keys, what is left to merge: (B * Hq, chunks, 4, rows)."""
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    num_kv_heads, seqlen_k = k.shape[1:3]
+    chunks, chunk = _chunks(seqlen_k, _KEY_TILE, _MOST_KEY_CHUNKS)
+    chunks = chunks if seqlen_q else 0
+    states = torch.empty(batch * num_q_heads, chunks, 4, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
+    left, right = (_NO_LIMIT if limit is None else min(limit, _NO_LIMIT) for limit in (masking.left, masking.right))
+    mask, rotated = masking.mask, recipe.rotate != "none"
+    # Channels at a time. Keys are fetched ahead where all of them are one block: what every head of a usual size in 16
+    # bits is. More would not fit the shared memory of every GPU, nor its registers.
+    one_block = rotated and head_dim <= 128 and q.dtype.itemsize == 2
+    block_d = min(max(16, triton.next_power_of_2(head_dim)), 128 if one_block else 64 if rotated else 32)
+    if chunks:
+        _weigh_kernel[(batch * num_q_heads * chunks,)](
+            q, _steps(q), k, _steps(k),
+            queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2), mask, _strides(mask, 4),
+            candidates, states, scale * math.log2(math.e), (chunks, chunk), (num_q_heads, num_kv_heads),
+            (seqlen_q, seqlen_k), (masking.diagonal, left, right),
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=_KEY_TILE, ROWS=_SAMPLED_ROWS,
+            ROTATED=rotated, BANDED=(left, right) != (_NO_LIMIT, _NO_LIMIT),
+            num_warps=4, num_stages=3 if block_d >= head_dim else 1,
+        )  # fmt: skip
+    return states
+
+
+# ---- Shapes and strides ----------------------------------------------------------------------------------------------
+
+
+def _chunks(seqlen: int, tile: int, most: int) -> tuple[int, int]:
+    """How many chunks a sequence is cut into, and the length of one, a multiple of ``tile`` tokens."""
+    length = tile * max(1, -(-seqlen // (tile * most)))
+    return -(-seqlen // length), length
+
+
+def _rows(head_dim: int) -> int:
+    """Tokens a tile of the first kernel."""
+    return max(1, min(128, _TILE_ELEMENTS // triton.next_power_of_2(head_dim)))
+
+
+def _alignment(head_dim: int) -> int:
+    """Elements that the rows of a contiguous tensor are aligned to: 16 at most, a power of two."""
+    return math.gcd(head_dim, 16)
+
+
+def _strides(x: torch.Tensor | None, axes: int) -> tuple[int, ...]:
+    """In elements, 0 along axes of one element, which then serve any index."""
+    return (0,) * axes if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def _steps(x: torch.Tensor) -> tuple[int, ...]:
+    """The strides of batch, head and token, in units of the alignment: the kernels multiply by that constant.
+
+    So the compiler knows the alignment and chooses the same vectors, and with them the same order of sums, for all
+    strides of a head dim.
+    """
+    return tuple(stride // _alignment(x.shape[3]) for stride in _strides(x, 4)[:3])
+
+
+def _vectorizable(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy whose tokens lie at aligned addresses with their channels side by side."""
+    *outer, inner = _strides(x, 4)
+    aligned = x.data_ptr() % 16 == 0 and not any(stride % _alignment(x.shape[3]) for stride in outer)
+    if aligned and (inner == 1 or x.shape[3] == 1):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    x = x.to(torch.float32)
+    return torch.where(x.isinf(), x, x.clamp(-_LARGEST.value, _LARGEST.value))
+
+
+# ---- Numerics --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _power(x):
+    """The power of two at or below x >= 0, at least 2^-126."""
+    return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2.0**-126)
+
+
+@triton.jit
+def _inverse(power):
+    """1 / power of a power of two between 2^-126 and 2^126, exactly."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _norm(x, axis: tl.constexpr):
+    """Root of the sum of squares along ``axis``."""
+    power = _power(tl.max(tl.abs(x), axis))
+    y = x * tl.expand_dims(_inverse(power), axis)
+    return power * tl.sqrt_rn(tl.sum(y * y, axis))
+
+
+@triton.jit
+def _hypotenuse(x, y):
+    """sqrt(x^2 + y^2)."""
+    power = _power(tl.maximum(tl.abs(x), tl.abs(y)))
+    inverse = _inverse(power)
+    return power * tl.sqrt_rn((x * inverse) * (x * inverse) + (y * inverse) * (y * inverse))
+
+
+@triton.jit
+def _balance(q_rms, k_rms):
+    """``transforms.balance_factors`` of channels' rms."""
+    factor = tl.div_rn(tl.sqrt_rn(k_rms), tl.sqrt_rn(tl.where(q_rms > 0, q_rms, 1.0)))
+    return tl.where((q_rms > 0) & (k_rms > 0), tl.minimum(tl.maximum(factor, 2.0**-126), 2.0**126), 1.0)
+
+
+@triton.jit
+def _bound(x):
+    """Finite values brought under 2^90; FP16 has none beyond."""
+    return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+
+
+# ---- 1. Records ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _chunk_of(index, heads, chunks, seqlen):
+    """(batch, head, first token, one past the last) of a chunk; ``chunks``: how many a head, and how long.
+
+    The one place that knows how chunks are numbered.
+    """
+    head = index // chunks[0]
+    first = (index % chunks[0]) * chunks[1]
+    return (head // heads).to(tl.int64), (head % heads).to(tl.int64), first, tl.minimum(first + chunks[1], seqlen)
+
+
+@triton.jit
+def _row_pointer(x, steps, batch, head, token, HEAD_DIM: tl.constexpr):
+    """Where a token's channels begin; ``steps`` as ``_steps`` makes them."""
+    ALIGNMENT: tl.constexpr = (HEAD_DIM | 16) & -(HEAD_DIM | 16)  # the largest power of two in both, as _alignment
+    offset = tl.cast(steps[0], tl.int64) * batch + tl.cast(steps[1], tl.int64) * head
+    return x + (offset + tl.cast(steps[2], tl.int64) * token) * ALIGNMENT
+
+
+@triton.jit
+def _in_use(keep, flags, strides, batch, token):
+    """``keep`` for the tokens that ``flags`` (B, S) marks; all if it is None."""
+    if flags is not None:
+        pointers = flags + tl.cast(strides[0], tl.int64) * batch + tl.cast(strides[1], tl.int64) * token
+        keep = keep & (tl.load(pointers, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def _plain_tile(base, steps, start, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
+    pointers = _row_pointer(base, steps, 0, 0, start + tl.arange(0, ROWS), HEAD_DIM)[:, None] + channel
+    return tl.load(pointers, mask=channel < HEAD_DIM, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _plain_moments(base, steps, first, end, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr):
+    """Mean and norm per channel of whole tiles of rows that all count, and whether they can be trusted.
+
+    Few instructions an element: nothing is done about tokens that are not finite or over the bound, nor about squares
+    that overflow or vanish, but afterwards it shows. Deviations are from the mean of the first of t tiles. Its distance
+    to the mean of all is at most the root of (deviations' squares / rows of a tile), so that taking it out again
+    subtracts from the squares at most t / (t + 1) of them, and what rounding they have grows at most (t + 1)-fold.
+    """
+    x = _plain_tile(base, steps, first, HEAD_DIM, ROWS)
+    pivot = tl.zeros([x.shape[1]], tl.float32)
+    sums = pivot
+    if CENTERED:
+        pivot = tl.sum(x, 0) * (1.0 / ROWS)
+        x -= pivot[None, :]
+        sums = tl.sum(x, 0)
+    squares = tl.sum(x * x, 0)
+    for start in tl.range(first + ROWS, end, ROWS):
+        x = _plain_tile(base, steps, start, HEAD_DIM, ROWS)
+        if CENTERED:
+            x -= pivot[None, :]
+            sums += tl.sum(x, 0)
+        squares += tl.sum(x * x, 0)
+    shift = tl.div_rn(sums, (end - first).to(tl.float32))
+    about_mean = squares - sums * shift
+    # NaN, infinity and values over the bound leave squares or a mean that are not small. Squares of less than 2^-75 may
+    # have vanished, 2^24 of them from a sum of 2^-96 without being missed. A channel that is constant, or nearly, is
+    # looked at again: only exact will do. Long chunks whose first tile is unlike the others are, too.
+    trusted = (about_mean > 2.0**-96) & (squares < 2.0**110) & (tl.abs(pivot) < 2.0**55) & (about_mean > squares / 64)
+    trusted = trusted | (tl.arange(0, x.shape[1]) >= HEAD_DIM)
+    return pivot + shift, tl.sqrt_rn(about_mean), tl.min(trusted.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _guarded_moments(
+    base, steps, in_use, in_use_strides, batch, first, end,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Count, mean and norm of the rows that count, whatever they hold, and whether all are finite and within the bound.
+
+    A tile's mean is corrected by the mean deviation from it. That makes it exact for a constant channel, whose
+    deviations are whole units in the last place and so are sums of them: its norm is 0.
+    """
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    channel = tl.arange(0, BLOCK_D)
+    n = 0.0
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    norm = tl.zeros([BLOCK_D], tl.float32)
+    plain = 1
+    for start in tl.range(first, end, ROWS):
+        token = start + tl.arange(0, ROWS)
+        pointers = _row_pointer(base, steps, 0, 0, token, HEAD_DIM)[:, None] + channel[None, :]
+        inside = (token < end)[:, None] & (channel < HEAD_DIM)[None, :]
+        x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+        plain = tl.minimum(plain, tl.min((largest <= _LARGEST).to(tl.int32), 0))
+        keep = _in_use((token < end) & (largest < float("inf")), in_use, in_use_strides, batch, token)
+        x = _bound(tl.where(keep[:, None], x, 0.0))
+        tile_n = tl.sum(keep.to(tl.float32), 0)
+        total = tl.maximum(n + tile_n, 1.0)
+        if CENTERED:
+            divisor = tl.maximum(tile_n, 1.0)
+            tile_mean = tl.div_rn(tl.sum(x, 0), divisor)
+            x = tl.where(keep[:, None], x - tile_mean[None, :], 0.0)
+            shift = tl.div_rn(tl.sum(x, 0), divisor)
+            tile_mean += shift
+            x = tl.where(keep[:, None], x - shift[None, :], 0.0)
+            share = tl.div_rn(tile_n, total)
+            difference = tile_mean - mean
+            mean += difference * share
+            norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
+        norm = _hypotenuse(norm, _norm(x, 0))
+        n += tile_n
+    return n, mean, norm, plain
+
+
+@triton.jit
+def _record(
+    x, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel.
+
+    To ``counts`` goes the number n of rows that count, or -1 - n if some token of the chunk is not finite or over the
+    bound.
+    """
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    batch, head, first, end = _chunk_of(index, heads, chunks, seqlen)
+    base = _row_pointer(x, steps, batch, head, 0, HEAD_DIM)
+    n = (end - first).to(tl.float32)
+    mean = tl.zeros([BLOCK_D], tl.float32)
+    norm = tl.zeros([BLOCK_D], tl.float32)
+    trusted = (end - first) % ROWS == 0
+    if in_use is not None:
+        for start in tl.range(first, end, ROWS):
+            token = start + tl.arange(0, ROWS)
+            used = _in_use(token < end, in_use, in_use_strides, batch, token)
+            trusted = trusted & (tl.min(used.to(tl.int32), 0) > 0)
+    if trusted:
+        mean, norm, trusted = _plain_moments(base, steps, first, end, HEAD_DIM, ROWS, CENTERED)
+    if not trusted:
+        n, mean, norm, plain = _guarded_moments(
+            base, steps, in_use, in_use_strides, batch, first, end, HEAD_DIM, (ROWS + 3) // 4, CENTERED
+        )
+        n = tl.where(plain > 0, n, -1.0 - n)
+    channel = tl.arange(0, BLOCK_D)
+    inside = channel < HEAD_DIM
+    to = records + record.to(tl.int64) * 2 * channels + channel
+    if CENTERED:
+        tl.store(to, mean, mask=inside)
+    tl.store(to + channels, norm, mask=inside)
+    tl.store(counts + record, n)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_steps", "k_steps", "v_steps", "q_in_use_strides", "k_in_use_strides",
+        "channels", "programs", "chunks", "heads", "seqlens",
+    ]
+)  # fmt: skip
+def _partials_kernel(
+    q, q_steps, k, k_steps, v, v_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides,
+    records, counts, channels, programs, chunks, heads, seqlens,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, ROWS: tl.constexpr, ROWS_V: tl.constexpr,
+    WITH_Q: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr, CENTER_K: tl.constexpr,
+):  # fmt: skip
+    """Programs of q first, then those of k, then of v. ``chunks``: for each, how many a head and how long."""
+    record = tl.program_id(0)
+    first_of_v = programs[0] + programs[1]
+    if WITH_Q and record < programs[0]:
+        _record(
+            q, q_steps, q_in_use, q_in_use_strides, records, counts, record, channels,
+            record, heads[0], chunks[0], seqlens[0], HEAD_DIM, ROWS, False,
+        )  # fmt: skip
+    if WITH_K and record >= programs[0] and record < first_of_v:
+        _record(
+            k, k_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
+            record - programs[0], heads[1], chunks[1], seqlens[1], HEAD_DIM, ROWS, CENTER_K,
+        )  # fmt: skip
+    if WITH_V and record >= first_of_v:
+        _record(
+            v, v_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
+            record - first_of_v, heads[1], chunks[2], seqlens[1], HEAD_DIM_V, ROWS_V, True,
+        )  # fmt: skip
+
+
+# ---- 2. Statistics of whole heads ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _merged(records, counts, channels, first, number, channel, inside, CENTERED: tl.constexpr):
+    """Count, mean and norm per channel of ``number`` records from ``first`` on, and whether all their tokens are finite
+    and within the bound."""
+    n = 0.0
+    plain = 1
+    mean = tl.zeros(channel.shape, tl.float32)
+    norm = tl.zeros(channel.shape, tl.float32)
+    for start in tl.range(0, number, 64):
+        i = start + tl.arange(0, 64)
+        record = first + i
+        weight = tl.load(counts + record, mask=i < number, other=0.0)
+        plain = tl.minimum(plain, tl.min((weight >= 0).to(tl.int32), 0))
+        weight = tl.where(weight < 0, -1.0 - weight, weight)
+        block_n = tl.sum(weight, 0)
+        held = (weight > 0)[:, None] & inside[None, :]
+        pointers = records + (record.to(tl.int64) * 2 * channels)[:, None] + channel[None, :]
+        block_norm = _norm(tl.load(pointers + channels, mask=held, other=0.0), 0)
+        total = tl.maximum(n + block_n, 1.0)
+        if CENTERED:
+            means = tl.load(pointers, mask=held, other=0.0)
+            safe_n = tl.maximum(block_n, 1.0)
+            # Corrected as in _moments, so that records of one mean have this mean and no spread.
+            block_mean = tl.div_rn(tl.sum(weight[:, None] * means, 0), safe_n)
+            off = tl.where(held, means - block_mean[None, :], 0.0)
+            shift = tl.div_rn(tl.sum(weight[:, None] * off, 0), safe_n)
+            block_mean += shift
+            off = tl.where(held, off - shift[None, :], 0.0) * tl.sqrt_rn(weight)[:, None]
+            block_norm = _hypotenuse(block_norm, _norm(off, 0))
+            share = tl.div_rn(block_n, total)
+            difference = block_mean - mean
+            mean += difference * share
+            norm = _hypotenuse(norm, difference * tl.sqrt_rn(n * share))
+        norm = _hypotenuse(norm, block_norm)
+        n += block_n
+    return n, mean, norm, plain
+
+
+@triton.jit(do_not_specialize=["channels", "programs", "chunks", "group", "head_dim", "head_dim_v"])
+def _merge_kernel(
+    records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks, group, head_dim, head_dim_v,
+    SMOOTH_K: tl.constexpr, AUTO: tl.constexpr, SMOOTH_V: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a kv head and ``BLOCK`` channels.
+
+    With ``AUTO`` it writes what the decision needs to ``candidates`` (B * Hkv, 5, D): the mean, the balance without and
+    with the mean taken out, the rms of balanced keys that are taken as they are, and 1 where all keys are finite and
+    within the bound.
+    """
+    kv_head = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < head_dim
+    at = kv_head.to(tl.int64) * head_dim + channel
+    if SMOOTH_K or BALANCED:
+        number = chunks[1][0]
+        n, mean, norm, plain = _merged(
+            records, counts, channels, programs[0] + kv_head * number, number, channel, inside, SMOOTH_K
+        )
+        spread = tl.div_rn(norm, tl.sqrt_rn(tl.maximum(n, 1.0)))
+        q_rms = tl.zeros(channel.shape, tl.float32)
+        if BALANCED:
+            number = chunks[0][0] * group
+            q_n, _, q_norm, _ = _merged(records, counts, channels, kv_head * number, number, channel, inside, False)
+            q_rms = tl.div_rn(q_norm, tl.sqrt_rn(tl.maximum(q_n, 1.0)))
+        if AUTO:
+            rms = _hypotenuse(mean, spread)
+            before = tl.full(channel.shape, 1.0, tl.float32)
+            after = before
+            if BALANCED:
+                before, after = _balance(q_rms, rms), _balance(q_rms, spread)
+            at = kv_head.to(tl.int64) * 5 * head_dim + channel
+            tl.store(candidates + at, mean, mask=inside)
+            tl.store(candidates + head_dim + at, before, mask=inside)
+            tl.store(candidates + 2 * head_dim + at, after, mask=inside)
+            tl.store(candidates + 3 * head_dim + at, tl.div_rn(rms, before), mask=inside)
+            tl.store(candidates + 4 * head_dim + at, tl.zeros(channel.shape, tl.float32) + plain, mask=inside)
+        else:
+            if SMOOTH_K:
+                tl.store(k_mean + at, mean, mask=inside)
+            if BALANCED:
+                tl.store(balance + at, _balance(q_rms, spread), mask=inside)
+    if SMOOTH_V:
+        inside = channel < head_dim_v
+        number = chunks[2][0]
+        first = programs[0] + programs[1] + kv_head * number
+        _, mean, _, _ = _merged(records, counts, channels, first, number, channel, inside, True)
+        tl.store(v_mean + kv_head.to(tl.int64) * head_dim_v + channel, mean, mask=inside)
+
+
+# ---- 3. Weighted errors on sampled rows ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sampled_row(i, sampled, seqlen):
+    """The i-th of linspace(0, seqlen - 1, sampled), rounded. No value lies halfway: the 63 gaps of 64 rows are odd."""
+    gaps = tl.maximum(sampled - 1, 1)
+    return (2 * i.to(tl.int64) * (seqlen - 1) + gaps) // (2 * gaps)
+
+
+@triton.jit
+def _tile(pointers, inside, plain):
+    """FP32 values, and which rows are finite. Unless ``plain``, other rows become 0 and values are bounded."""
+    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    finite = tl.full([x.shape[0]], True, tl.int1)
+    if not plain:
+        largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+        finite = largest < float("inf")
+        x = _bound(tl.where(finite[:, None], x, 0.0))
+    return x, finite
+
+
+@triton.jit
+def _scores(a, b, dtype: tl.constexpr):
+    """``a @ b.T`` of FP32 values that ``dtype`` holds exactly, to FP32's accuracy."""
+    if INTERPRETED:
+        return tl.dot(a, tl.trans(b), input_precision="ieee")
+    if dtype == tl.float32:
+        return tl.dot(a, tl.trans(b), input_precision="tf32x3")
+    return tl.dot(a.to(dtype), tl.trans(b.to(dtype)))
+
+
+@triton.jit
+def _channel_block(
+    q_base, candidates, block, sampled, inverse_unit,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Of a block of channels: their numbers, the sampled rows, the mean key, and what keys are multiplied by before and
+    after it is taken out."""
+    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = channel < HEAD_DIM
+    # A row that is not finite is left out in the end, whatever its scores.
+    q = tl.load(q_base + channel[None, :], mask=sampled[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    mean = tl.load(candidates + channel, mask=inside, other=0.0)
+    before = tl.zeros([BLOCK_D], tl.float32) + inverse_unit
+    after = before
+    if ROTATED:  # else the balance cancels
+        # Bounded: the keys of a channel so weak that this matters vanish beside the others.
+        before = tl.div_rn(before, tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0))
+        after = tl.div_rn(after, tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0))
+        before = tl.minimum(before, 2.0**126)
+        after = tl.minimum(after, 2.0**126)
+    return channel, _bound(q), mean, before, after
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_steps", "k_steps", "q_in_use_strides", "k_in_use_strides", "mask_strides",
+        "chunks", "heads", "seqlens", "band",
+    ]
+)  # fmt: skip
+def _weigh_kernel(
+    q, q_steps, k, k_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides, mask, mask_strides,
+    candidates, states, log2_scale, chunks, heads, seqlens, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    ROTATED: tl.constexpr, BANDED: tl.constexpr,
+):  # fmt: skip
+    """Attention of a head's sampled rows to one chunk of keys; the query heads that read the same chunk are neighbours.
+
+    Of a row r it writes the largest logit m (in log2 units; +inf if any is infinite or NaN: the row is then left out),
+    the sum l of the weights 2^(logit - m), and the weighted norms e_0, e_1 of the errors: with rotation
+    e_c^2 = |q_r b_c|^2 sum_j 2^(logit - m) |(k_j - c) / b_c|^2; without it sum_i q_ri^2 (k_ji - c_i)^2 stands for the
+    two norms, from which the balance cancels. The keys have a power of two of the head taken out.
+    """
+    CHANNEL_BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    group = heads[0] // heads[1]
+    index = tl.program_id(0)
+    member = index % group
+    batch, kv_head, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1])
+    head = kv_head * group + member
+    candidates += (batch * heads[1] + kv_head) * 5 * HEAD_DIM
+    i = tl.arange(0, ROWS)
+    sampled = tl.minimum(seqlens[0], ROWS)
+    row = _sampled_row(i, sampled, seqlens[0])
+    seen_by = _in_use(i < sampled, q_in_use, q_in_use_strides, batch, row)
+    q_base = _row_pointer(q, q_steps, batch, head, row, HEAD_DIM)[:, None]
+    k_base = _row_pointer(k, k_steps, batch, kv_head, 0, HEAD_DIM)
+
+    # What the rows and the head are measured in; a few channels at a time, to need few registers
+    q_norm_before = tl.zeros([ROWS], tl.float32)
+    q_norm_after = tl.zeros([ROWS], tl.float32)
+    largest_k = 0.0
+    for first_channel in tl.range(0, HEAD_DIM, 16):
+        some = first_channel + tl.arange(0, 16)
+        known = some < HEAD_DIM
+        q_part, q_finite = _tile(q_base + some[None, :], (i < sampled)[:, None] & known[None, :], False)
+        seen_by = seen_by & q_finite
+        b_before = tl.load(candidates + HEAD_DIM + some, mask=known, other=1.0)
+        b_after = tl.load(candidates + 2 * HEAD_DIM + some, mask=known, other=1.0)
+        k_rms = tl.load(candidates + 3 * HEAD_DIM + some, mask=known, other=0.0)
+        if ROTATED:
+            q_norm_before = _hypotenuse(q_norm_before, _norm(q_part * b_before[None, :], 1))
+            q_norm_after = _hypotenuse(q_norm_after, _norm(q_part * b_after[None, :], 1))
+        else:
+            q_norm_before = tl.maximum(q_norm_before, tl.max(tl.abs(q_part), 1))
+            k_rms *= b_before
+        largest_k = tl.maximum(largest_k, tl.max(k_rms, 0))
+    inverse_unit = _inverse(_power(largest_k))
+    plain = tl.load(candidates + 4 * HEAD_DIM) > 0
+    if not ROTATED:
+        q_norm_before = _power(q_norm_before)
+        q_norm_after = q_norm_before
+    q_inverse = _inverse(q_norm_before)
+
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    error_before = tl.zeros([ROWS], tl.float32)
+    error_after = tl.zeros([ROWS], tl.float32)
+    if CHANNEL_BLOCKS == 1:
+        channel, q_tile, mean, factor_before, factor_after = _channel_block(
+            q_base, candidates, 0, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
+        )
+    for start in tl.range(first, end, BLOCK_K):
+        key = start + tl.arange(0, BLOCK_K)
+        usable = _in_use(key < end, k_in_use, k_in_use_strides, batch, key)
+        pointers = _row_pointer(k_base, k_steps, 0, 0, key, HEAD_DIM)[:, None]
+        scores = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        if ROTATED:
+            before = tl.zeros([BLOCK_K], tl.float32)
+            after = tl.zeros([BLOCK_K], tl.float32)
+        else:
+            before = tl.zeros([ROWS, BLOCK_K], tl.float32)
+            after = tl.zeros([ROWS, BLOCK_K], tl.float32)
+        for block in tl.range(0, CHANNEL_BLOCKS):
+            if CHANNEL_BLOCKS > 1:
+                channel, q_tile, mean, factor_before, factor_after = _channel_block(
+                    q_base, candidates, block, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
+                )
+            inside = (key < end)[:, None] & (channel < HEAD_DIM)[None, :]
+            k_tile, finite = _tile(pointers + channel[None, :], inside, plain)
+            usable = usable & finite
+            scores += _scores(q_tile, k_tile, k.dtype.element_ty)
+            k_before = k_tile * factor_before[None, :]
+            k_after = (k_tile - mean[None, :]) * factor_after[None, :]
+            if ROTATED:
+                before += tl.sum(k_before * k_before, 1)
+                after += tl.sum(k_after * k_after, 1)
+            else:
+                q_squares = (q_tile * q_inverse[:, None]) * (q_tile * q_inverse[:, None])
+                before += _scores(q_squares, k_before * k_before, tl.float32)
+                after += _scores(q_squares, k_after * k_after, tl.float32)
+        # A key that does not count may have squares that overflowed, which no weight of 0 would stop.
+        if ROTATED:
+            before = tl.where(usable, before, 0.0)
+            after = tl.where(usable, after, 0.0)
+        else:
+            before = tl.where(usable[None, :], before, 0.0)
+            after = tl.where(usable[None, :], after, 0.0)
+        logits = scores * log2_scale
+        if BANDED or mask is not None:
+            visible = usable[None, :] & seen_by[:, None]
+            if BANDED:
+                offset = key[None, :] - (row.to(tl.int32)[:, None] + band[0])
+                visible = visible & (offset >= -band[1]) & (offset <= band[2])
+            if mask is not None:
+                at = tl.cast(mask_strides[0], tl.int64) * batch + tl.cast(mask_strides[1], tl.int64) * head
+                at += tl.cast(mask_strides[2], tl.int64) * row[:, None]
+                at += tl.cast(mask_strides[3], tl.int64) * key[None, :]
+                entry = tl.load(mask + at, mask=visible, other=0)
+                if mask.dtype.element_ty.is_floating():
+                    entry = entry.to(tl.float32)
+                    visible = visible & (entry > -float("inf"))
+                    logits += entry * 1.4426950408889634  # log2(e)
+                else:
+                    visible = visible & (entry != 0)
+            logits = tl.where(visible, logits, -float("inf"))
+        # The minimum of NaN and a number is the number: logits of usable keys that are NaN become +inf.
+        limit = tl.where(usable, float("inf"), -float("inf"))
+        if INTERPRETED:
+            logits = tl.where(logits == logits, logits, float("inf"))
+        logits = tl.minimum(logits, limit[None, :])
+        higher = tl.maximum(largest, tl.max(logits, 1))
+        # Neither infinity is subtracted from itself; a row that reaches +inf is of no use any more.
+        reference = tl.where(tl.abs(higher) < float("inf"), higher, 0.0)
+        weights = tl.exp2(logits - reference[:, None])
+        decay = tl.exp2(largest - reference)
+        total = total * decay + tl.sum(weights, 1)
+        if ROTATED:
+            error_before = error_before * decay + tl.sum(weights * before[None, :], 1)
+            error_after = error_after * decay + tl.sum(weights * after[None, :], 1)
+        else:
+            error_before = error_before * decay + tl.sum(weights * before, 1)
+            error_after = error_after * decay + tl.sum(weights * after, 1)
+        largest = higher
+    to = states + ((batch * heads[0] + head) * chunks[0] + (index // group) % chunks[0]) * 4 * ROWS + i
+    tl.store(to, tl.where(seen_by, largest, -float("inf")))
+    tl.store(to + ROWS, total)
+    tl.store(to + 2 * ROWS, q_norm_before * tl.sqrt_rn(error_before))
+    tl.store(to + 3 * ROWS, q_norm_after * tl.sqrt_rn(error_after))
+
+
+# ---- 4. The decision -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decide_kernel(
+    states, candidates, k_mean, balance, group, chunks, head_dim,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program a kv head: ``transforms.mean_out_helps``, and with it the mean to take out and the balance."""
+    kv_head = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)[:, None]
+    # Errors of the kv head: the norm over query heads of each head's root mean square over its rows that see a key
+    before = 0.0
+    after = 0.0
+    for member in tl.range(0, group):
+        at = ((kv_head * group + member) * chunks + chunk) * 4 * ROWS + tl.arange(0, ROWS)[None, :]
+        held = chunk < chunks
+        largest = tl.load(states + at, mask=held, other=-float("inf"))
+        highest = tl.max(largest, 0)
+        counts = tl.abs(highest) < float("inf")
+        reference = tl.where(counts, highest, 0.0)
+        weighs = counts[None, :] & (largest > -float("inf"))
+        weight = tl.where(weighs, tl.exp2(tl.minimum(largest - reference[None, :], 0.0)), 0.0)
+        total = tl.load(states + at + ROWS, mask=weighs, other=0.0)
+        error_before = tl.load(states + at + 2 * ROWS, mask=weighs, other=0.0)
+        error_after = tl.load(states + at + 3 * ROWS, mask=weighs, other=0.0)
+        power = _power(tl.max(tl.max(tl.maximum(error_before, error_after), 0), 0))
+        error_before *= _inverse(power)
+        error_after *= _inverse(power)
+        mass = tl.sum(weight * total, 0)
+        mass = tl.where(counts, mass, 1.0)
+        rows = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
+        mean_before = tl.sum(tl.sum(weight * error_before * error_before, 0) / mass, 0) / rows
+        mean_after = tl.sum(tl.sum(weight * error_after * error_after, 0) / mass, 0) / rows
+        before = _hypotenuse(before, power * tl.sqrt_rn(mean_before))
+        after = _hypotenuse(after, power * tl.sqrt_rn(mean_after))
+    helps = after < before
+    channel = tl.arange(0, BLOCK_D)
+    inside = channel < head_dim
+    candidates += kv_head * 5 * head_dim + channel
+    to = kv_head * head_dim + channel
+    tl.store(k_mean + to, tl.where(helps, tl.load(candidates, mask=inside, other=0.0), 0.0), mask=inside)
+    if balance is not None:
+        unsmoothed = tl.load(candidates + head_dim, mask=inside, other=1.0)
+        smoothed = tl.load(candidates + 2 * head_dim, mask=inside, other=1.0)
+        tl.store(balance + to, tl.where(helps, smoothed, unsmoothed), mask=inside)
