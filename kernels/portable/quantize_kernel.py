@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: RUF005
 """The kernel of ``quantize.py``: a program loads tiles of tokens, rotates and scales them in registers, writes codes.
 
 Three things shape the code:
