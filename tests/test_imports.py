@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "cache": NUMERICS | KERNELS | {"ops", "files"},
     "distributed": NUMERICS | KERNELS | {"ops"},
     "analysis": NUMERICS | {"ops", "files"} | FACE,
+    "analysis.bench": NUMERICS | KERNELS | {"ops", "files"} | FACE,  # which also times single kernels
     "integrations": NUMERICS | {"ops", "cache"} | FACE,
     "testing": NUMERICS | {"ops", "_hypothesis"} | FACE,
     "_hypothesis": {"testing"} | FACE,

@@ -26,7 +26,7 @@ from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
 from fp8attn.transforms import Identity, Permutation, SignFlip, Smoothing, Transform, make_transform
 
-__all__ = ["quantize_qkv"]
+__all__ = ["Config", "default_config", "quantize_heads", "quantize_qkv"]
 
 _BOUND = 2.0**90  # finite inputs are brought under it, as in the reference
 _LARGEST_MATRIX = 65536  # bytes; beside it the tile must fit the 99 KiB that the smallest multiprocessors share
@@ -67,16 +67,16 @@ def quantize_qkv(
         rotate = recipe.rotate if recipe.rotate != "none" else None
         transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
         columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
-        q, logit_shift = _quantize(
+        q, logit_shift = quantize_heads(
             query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary,
             first_position=masking.diagonal, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
             transform=transform,
         )  # fmt: skip
-        k, _ = _quantize(
+        k, _ = quantize_heads(
             key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary,
             mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform,
         )  # fmt: skip
-        v, _ = _quantize(
+        v, _ = quantize_heads(
             value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=smoothing.v_mean,
             columns=columns,
         )  # fmt: skip
@@ -97,9 +97,7 @@ def _fitted(
         return Smoothing()
     from fp8attn.kernels.portable.statistics import fit_smoothing
 
-    if rotary is not None:
-        query, key = rotary.rotate(query, masking.diagonal), rotary.rotate(key)
-    return fit_smoothing(query, key, value, recipe, masking, scale=scale)
+    return fit_smoothing(query, key, value, recipe, masking, scale=scale, rotary=rotary)
 
 
 class Config(NamedTuple):
@@ -218,7 +216,7 @@ def _rotation(transform: Transform, device: torch.device, exact_dtype: torch.dty
 # ---- One tensor ------------------------------------------------------------------------------------------------------
 
 
-def _quantize(
+def quantize_heads(
     x: torch.Tensor,
     format: str,
     granularity: str,
@@ -235,14 +233,16 @@ def _quantize(
     columns: bool = False,
     config: Config | None = None,
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """(B, H, S, D) to codes and scales, and x . shift_mean (B, H, S) if that mean is given.
+    """One tensor (B, H, S, D) to codes and scales, and x . shift_mean (B, H, S) in FP32 if that mean is given.
 
-    In this order: rotary, shift, minus ``mean``, times ``multiplier``, over ``divisor``, ``transform``. Statistics are
-    (B or 1, H or a divisor of it, 1, D).
+    In this order: ``rotary`` (token i at position ``first_position`` + i), the shift, minus ``mean``, times
+    ``multiplier``, over ``divisor``, ``transform``. Statistics are (B or 1, H or a divisor of it, 1, D). ``columns``
+    stores permuted columns; ``config`` replaces the choice of ``default_config``.
     """
     fmt, grouping = get_format(format), Granularity.parse(granularity)
     batch, heads, seqlen, head_dim = x.shape
-    scale = torch.ones(grouping.scale_shape(x.shape), dtype=torch.float32, device=x.device)
+    made = torch.empty if fmt.scaled and x.numel() else torch.ones
+    scale = made(grouping.scale_shape(x.shape), dtype=torch.float32, device=x.device)
     shift = None if shift_mean is None else torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     if columns:
         codes = torch.empty(batch, heads, head_dim, -(-seqlen // 16) * 16, dtype=fmt.dtype, device=x.device)

@@ -332,7 +332,10 @@ def test_groups_of_many_tiles(granularity: str) -> None:
 def test_head_dims(head_dim: int, rotate: str, rotary: tuple[int, bool, int] | None, dtype: torch.dtype) -> None:
     sizes: dict[str, Any] = dict(batch=1, kv_heads=1, seqlen_q=9, seqlen_k=19, head_dim=head_dim)
     check(case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary))
-    check(case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary, balance=True, means=True))
+    c = case(Recipe(rotate=rotate), **sizes, dtype=dtype, rotary=rotary, balance=True, means=True)
+    check(c)
+    small = Smoothing(c.smoothing.k_mean / 64, c.smoothing.v_mean / 64)  # less than a padding of 1 would be
+    check(Case(c.q / 64, c.k / 64, c.v / 64, c.recipe, c.masking, small, c.rotary))
 
 
 @pytest.mark.parametrize("exponent", [-126, -100, -24, 16, 80])
@@ -494,7 +497,7 @@ def test_rotary_is_a_product_of_complex_numbers(channels: int, dimensions: int, 
     torch.testing.assert_close(rotary.rotate(x, 4).double(), turned(x.double(), rotary, 4), rtol=0, atol=4 * 2 * ULP)
 
 
-def test_rotary_positions_in_the_reference() -> None:
+def test_rotary_positions() -> None:
     """Query i stands at i + diagonal, key j at j: what turned tensors, quantized without rotary, give."""
     c = case(
         Recipe(rotate="none", **PLAIN), seqlen_q=5, seqlen_k=9, rotary=(64, False, 2), dtype=torch.float32,
@@ -503,6 +506,7 @@ def test_rotary_positions_in_the_reference() -> None:
     by_hand = Case(c.rotary.rotate(c.q, 4), c.rotary.rotate(c.k), c.v, c.recipe, c.masking, c.smoothing)
     one, two = c.run(reference_quantize_qkv), by_hand.run(reference_quantize_qkv)
     assert torch.equal(values(one.q), values(two.q)) and torch.equal(values(one.k), values(two.k))
+    check(c)
 
 
 @pytest.mark.parametrize(

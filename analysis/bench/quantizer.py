@@ -1,0 +1,199 @@
+"""How fast the Triton quantizer moves data, against a copy on the device measured in the same rounds.
+
+Run ``python -m fp8attn.analysis.bench.quantizer [OUT.json]`` on an idle GPU. Times are of CUDA graphs, so that no
+launch from Python counts; the functions take turns within a round. Bytes are those of the input, the codes and the
+scales (and of the rotary tables), once. ``--search`` times other configurations than the default ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8attn
+from fp8attn.files import whole_file
+from fp8attn.recipe import Recipe
+from fp8attn.transforms import make_transform
+
+HEADS = 16
+MEGABYTES = (256, 1024)  # of BF16 input
+CALLS = 4  # a graph
+ROUNDS = 25
+DEFAULT_RECIPE = ((1, 16384), (4, 4096))  # (batch, tokens) at which q, k and v are quantized together
+
+
+def medians(functions: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float, float]]:
+    """(p10, median, p90) in ms of each function, in turn, by events around a graph of several calls."""
+    graphs = {}
+    for name, function in functions.items():
+        for _ in range(2):  # compiles, and fills the allocator's cache
+            function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(CALLS):
+                function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / CALLS)
+    deciles = {name: statistics.quantiles(values[2:], n=10, method="inclusive") for name, values in times.items()}
+    return {name: (d[0], d[4], d[8]) for name, d in deciles.items()}
+
+
+def row(
+    impl: str, shape: tuple[int, ...], times: tuple[float, float, float], moved: int, **more: Any
+) -> dict[str, Any]:
+    batch, heads, seqlen, head_dim = shape
+    return {
+        "op": "quantize", "impl": impl, "batch": batch, "num_q_heads": heads, "num_kv_heads": heads,
+        "seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": head_dim, "head_dim_v": head_dim,
+        "median_ms": round(times[1], 4), "p10_ms": round(times[0], 4), "p90_ms": round(times[2], 4),
+        "gbps": round(moved / times[1] / 1e6, 1), **more,
+    }  # fmt: skip
+
+
+def one_tensor(head_dim: int, megabytes: int, granularity: str, search: bool) -> list[dict[str, Any]]:
+    """Plain, rotated, and rotary + rotated queries, each with a copy of as many bytes."""
+    from triton.runtime.errors import OutOfResources
+
+    from fp8attn.kernels.portable.quantize import Config, quantize_heads
+    from fp8attn.kernels.problem import Rotary
+
+    seqlen = megabytes * 2**20 // (2 * HEADS * head_dim)
+    shape = (1, HEADS, seqlen, head_dim)
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    angles = torch.arange(seqlen, device="cuda")[:, None] * 1e-4 ** torch.linspace(0, 1, head_dim // 2, device="cuda")
+    rotary = Rotary(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    transform = make_transform("random_hadamard", head_dim)
+    inputs: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "rotated": {"transform": transform},
+        "rotary + rotated": {"transform": transform, "rotary": rotary},
+    }
+    configs: list[Config | None] = [None]
+    if search:
+        tiles = (32, 64, 128) if granularity == "token" else (128,)
+        configs += [
+            Config(tile, warps, programs)
+            for tile in tiles
+            for warps in (4, 8, 16)
+            for programs in (1, 2, 3, 4)
+            if 2048 <= tile * head_dim * 4 // warps <= 16384 and warps * programs <= 24
+        ]
+    quantized, _ = quantize_heads(x, "e4m3", granularity, "fp32")
+    moved = x.nbytes + quantized.codes.nbytes + quantized.scale.nbytes
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    functions: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    described = {}
+    for name, options in inputs.items():
+        for config in configs:
+            function = partial(quantize_heads, x, "e4m3", granularity, "fp32", config=config, **options)
+            try:
+                function()
+            except OutOfResources:  # a configuration of the search that does not fit
+                continue
+            key = name if config is None else f"{name} {tuple(config)}"
+            functions[key], described[key] = function, (name, config)
+    times = medians(functions)
+    copy = row("copy", shape, times["copy"], moved, input="bytes of the plain input", megabytes=megabytes)
+    rows = [copy]
+    for key, (name, config) in described.items():
+        extra = 2 * rotary.cos.nbytes if "rotary" in name else 0
+        made = row("fp8attn-triton", shape, times[key], moved + extra, input=name, granularity=granularity)
+        made["megabytes"] = megabytes
+        made["fraction_of_copy"] = round(made["gbps"] / copy["gbps"], 3)
+        if config is not None:
+            made["config"] = tuple(config)
+        rows.append(made)
+    return rows
+
+
+def all_three(batch: int, seqlen: int) -> list[dict[str, Any]]:
+    """q, k and v by the default recipe: with the statistics, and with frozen ones."""
+    from fp8attn.kernels.portable.quantize import quantize_qkv
+    from fp8attn.kernels.portable.statistics import fit_smoothing
+    from fp8attn.kernels.problem import Masking
+
+    shape = (batch, HEADS, seqlen, 128)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    masking, recipe, scale = Masking(seqlen, seqlen, q.device), Recipe(), 128**-0.5
+    frozen = fit_smoothing(q, k, v, recipe, masking, scale=scale)
+    times = medians(
+        {
+            "statistics included": lambda: quantize_qkv(q, k, v, recipe, masking, scale=scale),
+            "statistics frozen": lambda: quantize_qkv(q, k, v, recipe, masking, scale=scale, smoothing=frozen),
+        }
+    )
+    moved = 3 * (q.nbytes + q.numel())
+    return [row("fp8attn-triton", shape, t, moved, input=f"q, k and v, {name}") for name, t in times.items()]
+
+
+def provenance() -> dict[str, Any]:
+    import triton
+
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+            ).stdout.split("\n")[0]
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "fp8attn": fp8attn.__version__,
+        "commit": output("git", "rev-parse", "HEAD"),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": " ".join(["python -m fp8attn.analysis.bench.quantizer", *sys.argv[1:]]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", nargs="?", help="write the result as JSON, whole or not at all")
+    parser.add_argument("--search", action="store_true", help="time many configurations at the smaller size")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    rows: list[dict[str, Any]] = []
+    for head_dim in (128, 64):
+        for megabytes in MEGABYTES[:1] if options.search else MEGABYTES:
+            for granularity in ("token", "block"):
+                rows += one_tensor(head_dim, megabytes, granularity, options.search)
+    for batch, seqlen in DEFAULT_RECIPE:
+        rows += all_three(batch, seqlen)
+    for made in rows:
+        size = f"{made['batch']} x {made['num_q_heads']} x {made['seqlen_q']:>6} x {made['head_dim']:<3}"
+        share = f"{made['fraction_of_copy']:6.1%} of the copy" if "fraction_of_copy" in made else ""
+        print(
+            f"{made['impl']:14} {made['input']:32} {made.get('granularity', ''):6} {size} {made['median_ms']:8.4f} ms "
+            f"{made['gbps']:7.1f} GB/s {share} {made.get('config', '')}"
+        )
+    if options.out:
+        result = {"schema": 1, "provenance": provenance(), "rows": rows}
+        with whole_file(options.out) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
