@@ -335,7 +335,7 @@ def _guarded_moments(
     base, steps, in_use, in_use_strides, batch, first, end,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean and norm of the rows that count, whatever they hold, and whether all are finite and within the bound.
+    """Count, mean and norm of the rows that count, and whether all rows do and are within the bound.
 
     A tile's mean is corrected by the mean deviation from it. That makes it exact for a constant channel, whose
     deviations are whole units in the last place and so are sums of them: its norm is 0.
@@ -352,8 +352,8 @@ def _guarded_moments(
         inside = (token < end)[:, None] & (channel < HEAD_DIM)[None, :]
         x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
         largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
-        plain = tl.minimum(plain, tl.min((largest <= _LARGEST).to(tl.int32), 0))
         keep = _in_use((token < end) & (largest < float("inf")), in_use, in_use_strides, batch, token)
+        plain = tl.minimum(plain, tl.min(((keep & (largest <= _LARGEST)) | (token >= end)).to(tl.int32), 0))
         x = _bound(tl.where(keep[:, None], x, 0.0))
         tile_n = tl.sum(keep.to(tl.float32), 0)
         total = tl.maximum(n + tile_n, 1.0)
@@ -380,8 +380,7 @@ def _record(
 ):  # fmt: skip
     """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel.
 
-    To ``counts`` goes the number n of rows that count, or -1 - n if some token of the chunk is not finite or over the
-    bound.
+    To ``counts`` goes the number n of rows that count, or -1 - n if some row does not or is over the bound.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     batch, head, first, end = _chunk_of(index, heads, chunks, seqlen)
@@ -448,8 +447,8 @@ def _partials_kernel(
 
 @triton.jit
 def _merged(records, counts, channels, first, number, channel, inside, CENTERED: tl.constexpr):
-    """Count, mean and norm per channel of ``number`` records from ``first`` on, and whether all their tokens are finite
-    and within the bound."""
+    """Count, mean and norm per channel of ``number`` records from ``first`` on, and whether all their rows count
+    and are within the bound."""
     n = 0.0
     plain = 1
     mean = tl.zeros(channel.shape, tl.float32)
@@ -492,7 +491,7 @@ def _merge_kernel(
     """One program a kv head and ``BLOCK`` channels.
 
     With ``AUTO`` it writes what the decision needs to ``candidates`` (B * Hkv, 5, D): the mean, the balance without and
-    with the mean taken out, the rms of balanced keys that are taken as they are, and 1 where all keys are finite and
+    with the mean taken out, the rms of balanced keys that are taken as they are, and 1 where all keys count and are
     within the bound.
     """
     kv_head = tl.program_id(0)
@@ -546,15 +545,14 @@ def _sampled_row(i, sampled, seqlen):
 
 
 @triton.jit
-def _tile(pointers, inside, plain):
-    """FP32 values, and which rows are finite. Unless ``plain``, other rows become 0 and values are bounded."""
+def _tile(pointers, inside, keep, plain):
+    """FP32 values, and which rows of ``keep`` are finite. Unless ``plain``, other rows become 0 and values are bounded:
+    what does not count might overflow when squared, and no weight of 0 would stop that."""
     x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    finite = tl.full([x.shape[0]], True, tl.int1)
     if not plain:
-        largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
-        finite = largest < float("inf")
-        x = _bound(tl.where(finite[:, None], x, 0.0))
-    return x, finite
+        keep = keep & (tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1) < float("inf"))
+        x = _bound(tl.where(keep[:, None], x, 0.0))
+    return x, keep
 
 
 @triton.jit
@@ -630,8 +628,7 @@ def _weigh_kernel(
     for first_channel in tl.range(0, HEAD_DIM, 16):
         some = first_channel + tl.arange(0, 16)
         known = some < HEAD_DIM
-        q_part, q_finite = _tile(q_base + some[None, :], (i < sampled)[:, None] & known[None, :], False)
-        seen_by = seen_by & q_finite
+        q_part, seen_by = _tile(q_base + some[None, :], (i < sampled)[:, None] & known[None, :], seen_by, False)
         b_before = tl.load(candidates + HEAD_DIM + some, mask=known, other=1.0)
         b_after = tl.load(candidates + 2 * HEAD_DIM + some, mask=known, other=1.0)
         k_rms = tl.load(candidates + 3 * HEAD_DIM + some, mask=known, other=0.0)
@@ -674,8 +671,7 @@ def _weigh_kernel(
                     q_base, candidates, block, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
                 )
             inside = (key < end)[:, None] & (channel < HEAD_DIM)[None, :]
-            k_tile, finite = _tile(pointers + channel[None, :], inside, plain)
-            usable = usable & finite
+            k_tile, usable = _tile(pointers + channel[None, :], inside, usable, plain)
             scores += _scores(q_tile, k_tile, k.dtype.element_ty)
             k_before = k_tile * factor_before[None, :]
             k_after = (k_tile - mean[None, :]) * factor_after[None, :]
@@ -686,13 +682,10 @@ def _weigh_kernel(
                 q_squares = (q_tile * q_inverse[:, None]) * (q_tile * q_inverse[:, None])
                 before += _scores(q_squares, k_before * k_before, tl.float32)
                 after += _scores(q_squares, k_after * k_after, tl.float32)
-        # A key that does not count may have squares that overflowed, which no weight of 0 would stop.
-        if ROTATED:
-            before = tl.where(usable, before, 0.0)
-            after = tl.where(usable, after, 0.0)
-        else:
-            before = tl.where(usable[None, :], before, 0.0)
-            after = tl.where(usable[None, :], after, 0.0)
+        if CHANNEL_BLOCKS > 1:
+            # What was added before a later block showed that the row does not count.
+            before = tl.where(usable if ROTATED else usable[None, :], before, 0.0)
+            after = tl.where(usable if ROTATED else usable[None, :], after, 0.0)
         logits = scores * log2_scale
         if BANDED or mask is not None:
             visible = usable[None, :] & seen_by[:, None]

@@ -188,7 +188,7 @@ def small_tiles(**changes: int) -> Any:
 def test_they_are_the_references() -> None:
     decided = differ = 0
 
-    @settings(max_examples=25, database=None, derandomize=True)
+    @settings(max_examples=18, database=None, derandomize=True)
     @given(cases(), st.booleans())
     def sweep(case: tuple[QKV, Recipe, Masking, float], small: bool) -> None:
         nonlocal decided, differ
@@ -198,33 +198,50 @@ def test_they_are_the_references() -> None:
         decided += data.k.shape[0] * data.k.shape[1] if recipe.smooth_k == "auto" else 0
 
     sweep()
-    assert decided > 10
+    assert decided > 8
     # A tie is two errors within about 1e-4 of each other by chance, or equal in exact arithmetic (one visible key).
     assert differ <= decided // 10, f"{differ} of {decided} decisions differ"
 
 
-def attention_sink(seqlen: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries that look at key 0, which lies far from the mean of the others."""
-    data = make_qkv(AttentionShape(1, 2, 1, seqlen, seqlen, head_dim), seed=3)
+def sinks_of_all_strengths(heads: int, group: int, seqlen: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries (1, group heads, ...) and keys with an offset, all but key 0, at which later heads look more: from not at
+    all, where taking the mean key out helps, to almost only, where it makes the error."""
+    data = make_qkv(AttentionShape(1, group * heads, heads, seqlen, seqlen, head_dim), seed=3)
     direction = torch.zeros(head_dim)
-    direction[::2] = 3.0
-    data.k[:, :, 1:] += direction
-    data.k[:, :, 0] = -0.05 * direction
-    data.q[:] -= direction
+    direction[::2] = 1.0
+    data.k.add_(direction)
+    data.k[:, :, 0] *= 0.2
+    data.q.sub_(torch.linspace(0, 5, heads).repeat_interleave(group)[:, None, None] * direction)
     return data.q, data.k
 
 
-@pytest.mark.parametrize("rotate", ["random_hadamard", "none"])
-@pytest.mark.parametrize("balance", ["rms", "none"])
-def test_it_decides_both_ways(rotate: str, balance: str) -> None:
-    recipe, masking = Recipe(rotate=rotate, balance=balance), Masking(96, 96, torch.device("cpu"))
-    q, k = attention_sink(96, 32)
-    offset = make_qkv(AttentionShape(1, 2, 1, 96, 96, 32), outliers=OutlierSpec("k_offset", 5.0))
+@pytest.mark.parametrize(
+    ("rotate", "balance", "masked"),
+    [
+        ("random_hadamard", "rms", "no"),
+        ("random_hadamard", "none", "causal"),
+        ("none", "rms", "window"),
+        ("none", "none", "boolean"),
+        ("random_hadamard", "rms", "additive"),
+    ],
+)
+def test_it_decides_both_ways(rotate: str, balance: str, masked: str) -> None:
+    group = 2 if masked == "boolean" else 1
+    q, k = sinks_of_all_strengths(6, group, 70, 16)
+    mask = None
+    if masked in ("boolean", "additive"):
+        mask = torch.rand(1, 6 * group, 70, 70, generator=torch.Generator().manual_seed(0)) < 0.8
+        mask[..., 0] = True
+    if masked == "additive":
+        mask = torch.where(mask, torch.where(torch.arange(70) == 0, 2.0, 0.0), -torch.inf)
+    window = (60, 3) if masked == "window" else (-1, -1)
+    masking = Masking(70, 70, q.device, masked == "causal", "top_left", window, mask)
+    recipe = Recipe(rotate=rotate, balance=balance)
+    before, after = errors(q, k, recipe, masking, 0.2)[0].unbind(-1)
+    assert ((after / before - 1).abs() > 1e-3).all() and 2 <= (after < before).sum() <= 4, after / before
     with small_tiles():
-        fitted, differ = assert_same_statistics((q, k, k), recipe, masking, 0.3)
-        assert differ == 0 and not fitted.k_mean.any()  # type: ignore[union-attr]
-        fitted, differ = assert_same_statistics((offset.q, offset.k, offset.v), recipe, masking, 0.3)
-        assert differ == 0 and fitted.k_mean.any()  # type: ignore[union-attr]
+        k_mean = fit_smoothing(q, k, k, recipe, masking, scale=0.2).k_mean
+    assert torch.equal((k_mean[0, :, 0] != 0).any(-1), after < before)  # type: ignore[index]
 
 
 @triton.jit
@@ -266,10 +283,10 @@ def test_an_offset_does_not_hide_the_spread(tile_elements: int) -> None:
 
 
 def test_huge_and_tiny_values_neither_overflow_nor_vanish() -> None:
-    data = make_qkv(AttentionShape(1, 2, 1, 70, 140, 16), seed=2)
+    data = make_qkv(AttentionShape(1, 1, 1, 20, 60, 16), seed=2)
     q, k = data.q.clone(), data.k.clone()
     sizes = torch.tensor([1e-30, 1e-18, 1.0, 1e18, 2.0**88]).repeat(4)[:16]
-    recipe, masking = Recipe(smooth_k=True), Masking(70, 140, q.device)
+    recipe, masking = Recipe(smooth_k=True), Masking(20, 60, q.device)
     plain = fit_smoothing(q, k, data.v, recipe, masking, scale=0.25)
     fitted = fit_smoothing(q, k * sizes, data.v, recipe, masking, scale=0.25)
     # Powers of two would change nothing; these change roundings.
@@ -340,7 +357,7 @@ def layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 20)])
 def test_strides_do_not_matter(dtype: torch.dtype, head_dim: int) -> None:
-    check_strides(torch.device("cpu"), dtype, AttentionShape(2, 2, 1, 9, 31, head_dim))
+    check_strides(torch.device("cpu"), dtype, AttentionShape(2, 1, 1, 9, 31, head_dim))
 
 
 def check_strides(device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> None:
@@ -361,15 +378,15 @@ def check_strides(device: torch.device, dtype: torch.dtype, shape: AttentionShap
 
 
 def test_a_mask_may_be_expanded() -> None:
-    data = make_qkv(AttentionShape(2, 2, 1, 33, 40, 16), outliers=OutlierSpec("massive_token", 30.0))
+    data = make_qkv(AttentionShape(2, 2, 1, 33, 31, 16), outliers=OutlierSpec("massive_token", 30.0))
     for mask in (
-        torch.rand(2, 1, 1, 40) < 0.7,
+        torch.rand(2, 1, 1, 31) < 0.7,
         torch.randn(1, 2, 33, 1).masked_fill_(torch.rand(1, 2, 33, 1) < 0.2, -torch.inf),
     ):
-        maskings = (Masking(33, 40, data.q.device, mask=m) for m in (mask, mask.expand(2, 2, 33, 40).contiguous()))
+        maskings = (Masking(33, 31, data.q.device, mask=m) for m in (mask, mask.expand(2, 2, 33, 31).contiguous()))
         a, b = (values(fit_smoothing(*data, Recipe(), masking, scale=0.25)) for masking in maskings)
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-        assert_same_statistics((data.q, data.k, data.v), Recipe(), Masking(33, 40, data.q.device, mask=mask), 0.25)
+        assert_same_statistics((data.q, data.k, data.v), Recipe(), Masking(33, 31, data.q.device, mask=mask), 0.25)
 
 
 @pytest.mark.parametrize("seqlens", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 3)])
@@ -392,12 +409,13 @@ def test_no_heads_and_no_sequences() -> None:
                 assert (a is None and b is None) or a.shape == b.shape
 
 
-@pytest.mark.parametrize("head_dim", [128, 256, 320])
+@pytest.mark.parametrize("head_dim", [128, 320])
 def test_large_heads(head_dim: int) -> None:
     data = make_qkv(
         AttentionShape(1, 1, 1, 8, 70, head_dim), outliers=OutlierSpec("k_offset", 2.0), dtype=torch.bfloat16
     )
-    data.k[0, 0, 3, head_dim - 1] = torch.nan  # a token is left out for any of its channels
+    # A token is left out for any of its channels, whatever the others hold.
+    data.k[0, 0, 3, 0], data.k[0, 0, 3, head_dim - 1] = 1e30, torch.nan
     masking = Masking(8, 70, data.q.device)
     for recipe in (Recipe(), Recipe(rotate="none")):
         with small_tiles():
