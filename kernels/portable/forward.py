@@ -254,7 +254,7 @@ def _store_slice(
     if V_MEAN:
         result += tl.load(v_mean + columns, mask=inside, other=0.0)[None, :] * mean_weight[:, None]
     at = row_offsets[:, None] + columns[None, :]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=in_rows[:, None] & inside[None, :])
+    tl.store(out + at, cast(result, out.dtype.element_ty), mask=in_rows[:, None] & inside[None, :])
 
 
 @triton.jit

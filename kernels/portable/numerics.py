@@ -47,13 +47,13 @@ def cast(x, dtype: tl.constexpr):
         magic: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it leaves no fraction bits, rounded to nearest even
         return tl.where(x != x, -128.0, (x + magic) - magic).to(tl.int8)
     if INTERPRETED:
-        # The interpreter drops the carry when rounding up reaches the next power of two (1.996 becomes 1.0) and makes
-        # E4M3's NaN 384. A value that needs no rounding it casts right.
-        if dtype == tl.float8e4nv:
-            codes = _round_to_step(x, 3, 2.0**-6).to(dtype).to(tl.uint8, bitcast=True)
+        # The interpreter drops the carry when rounding up reaches the next power of two (1.996 becomes 1.0), makes 384
+        # of E4M3's NaN and infinity of some of E5M2's, and truncates to BF16. What needs no rounding it casts right.
+        if dtype == tl.float8e4nv or dtype == tl.float8e5:
+            e4m3: tl.constexpr = dtype == tl.float8e4nv
+            codes = _round_to_step(x, 3 if e4m3 else 2, 2.0**-6 if e4m3 else 2.0**-14)
+            codes = codes.to(dtype).to(tl.uint8, bitcast=True)
             return tl.where(x != x, 0x7F, codes).to(tl.uint8).to(dtype, bitcast=True)
-        if dtype == tl.float8e5:
-            x = _round_to_step(x, 2, 2.0**-14)
         if dtype == tl.bfloat16:  # the upper half of the bits; near FP32's largest a step's magic number would overflow
             bits = x.to(tl.uint32, bitcast=True)
             codes = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
