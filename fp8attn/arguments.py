@@ -96,7 +96,9 @@ def softcap_or_none(softcap: float | None) -> float | None:
     return float(softcap)
 
 
-def smoothing_parts(smoothing: Smoothing | None) -> tuple[torch.Tensor | None, ...]:
+def smoothing_parts(
+    smoothing: Smoothing | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """``k_mean``, ``v_mean`` and ``balance``."""
     if smoothing is None:
         return None, None, None
@@ -104,7 +106,7 @@ def smoothing_parts(smoothing: Smoothing | None) -> tuple[torch.Tensor | None, .
         raise TypeError(f"smoothing must be a fp8attn.transforms.Smoothing, got {type(smoothing).__name__}")
     parts = {f"smoothing.{name}": getattr(smoothing, name) for name in ("k_mean", "v_mean", "balance")}
     check_tensors(**parts)
-    return tuple(parts.values())
+    return smoothing.k_mean, smoothing.v_mean, smoothing.balance
 
 
 def rotary_parts(rotary: Rotary | None) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:

@@ -209,7 +209,7 @@ def _tile(
         pv = product(p8, v, V_DTYPE)
         if V_PER_KEY:
             pv = pv * tile_scale[:, None]
-        new = new + (acc[i] * alpha[:, None] + pv,)
+        new = new + (acc[i] * alpha[:, None] + pv,)  # type: ignore[assignment]
         if i + 1 < len(acc):  # one product in flight: two would not fit beside the accumulators
             block_boundary(n, i)
     return new, m_new, l
@@ -321,7 +321,7 @@ def _forward(
     q = ()
     for i in tl.static_range(CHUNKS):
         chunk = q_desc.load([q_plane, first_row, i * CHUNK])
-        q = q + (tl.reshape(chunk, [BLOCK_M, CHUNK]),)
+        q = q + (tl.reshape(chunk, [BLOCK_M, CHUNK]),)  # type: ignore[assignment]
     row_factor = tl.load(q_scale + (rows // Q_SIZE) * stride_qs, mask=in_rows, other=0.0) * scale
     shift = tl.zeros([BLOCK_M], tl.float32)
     if SHIFT and SOFTCAP != "none":  # without a softcap the shift comes in at the end
@@ -354,7 +354,7 @@ def _forward(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = ()
     for _ in tl.static_range(SLICES):
-        acc = acc + (tl.zeros([BLOCK_M, SLICE], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_M, SLICE], tl.float32),)  # type: ignore[assignment]
     first_slice = slice_group * SLICES
 
     if HAS_LEFT:

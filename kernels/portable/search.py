@@ -29,7 +29,7 @@ from fp8attn.kernels.portable import forward
 from fp8attn.kernels.portable.tuning import Config, table_path
 from fp8attn.kernels.problem import AttentionProblem, Masking, QuantizedQKV
 from fp8attn.recipe import Recipe
-from fp8attn.scaling import quantize_tensor
+from fp8attn.scaling import QuantizedTensor, quantize_tensor
 
 #: (head_dim, head_dim_v) of the table's rows.
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -60,7 +60,7 @@ def problem(head_dim: int, head_dim_v: int, *, wide: bool, banded: bool, tokens:
     heads = max(1, _CHANNELS // head_dim)
     generator = torch.Generator("cuda").manual_seed(0)
     recipe = Recipe.from_name("mixed" if wide else "default")
-    parts = []
+    parts: list[QuantizedTensor] = []
     for dim, granularity, fmt in (
         (head_dim, recipe.q_scale, recipe.q_format),
         (head_dim, recipe.k_scale, recipe.k_format),
@@ -71,7 +71,8 @@ def problem(head_dim: int, head_dim_v: int, *, wide: bool, banded: bool, tokens:
     if not wide:
         parts[2] = parts[2].to_layout("permuted_columns")
     masking = Masking(tokens, tokens, torch.device("cuda"), is_causal=banded)
-    return AttentionProblem(QuantizedQKV(*parts, recipe, torch.bfloat16), masking, head_dim**-0.5)
+    q, k, v = parts
+    return AttentionProblem(QuantizedQKV(q, k, v, recipe, torch.bfloat16), masking, head_dim**-0.5)
 
 
 def measure(to_solve: AttentionProblem, config: Config) -> float | None:
@@ -101,9 +102,9 @@ def _compile(arguments: tuple[int, int, bool, bool, Config]) -> None:
 def compile_all(kinds: list[tuple[int, int, bool]]) -> None:
     """Compiles every candidate, on all cores."""
     todo = [
-        (*dims, wide, banded, config)
-        for (*dims, wide), banded in itertools.product(kinds, (False, True))
-        for config in dict.fromkeys(candidates(*dims, wide))
+        (head_dim, head_dim_v, wide, banded, config)
+        for (head_dim, head_dim_v, wide), banded in itertools.product(kinds, (False, True))
+        for config in dict.fromkeys(candidates(head_dim, head_dim_v, wide))
     ]
     workers = max(1, min(16, (os.cpu_count() or 2) - 1))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
