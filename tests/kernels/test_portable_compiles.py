@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 import fp8attn
 from fp8attn.kernels.portable.tuning import Config, choose_config, table_path
@@ -107,8 +108,11 @@ def compiled(version: str) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for process, part in zip(processes, parts, strict=True):
         output, _ = process.communicate()
-        assert process.returncode == 0
-        answers |= zip(part, json.loads(output.splitlines()[-1]), strict=True)
+        if process.returncode:  # the compiler took the process with it; said of every case, as it is not known which
+            error = f"the process ended with {process.returncode}: {output[-2000:]}"
+            answers |= {name: {"error": error} for name in part}
+        else:
+            answers |= zip(part, json.loads(output.splitlines()[-1]), strict=True)
     return answers
 
 
@@ -135,8 +139,7 @@ def test_too_much_is_seen(version):
 @pytest.mark.parametrize("version", TRITONS)
 def test_the_version_is_the_one_asked_for(version):
     (kernel,) = compiled(version)["faulty"]
-    installed = __import__("triton").__version__
-    assert kernel["triton"].startswith(installed if version == "installed" else "3.6.")
+    assert kernel["triton"].startswith(triton.__version__ if version == "installed" else "3.6.")
 
 
 def problem(recipe: str, head_dim: int, head_dim_v: int, *, causal: bool) -> AttentionProblem:
