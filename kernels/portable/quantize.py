@@ -19,7 +19,7 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8attn.formats import Format, get_format
-from fp8attn.kernels.portable.numerics import TRITON_DTYPES
+from fp8attn.kernels.portable.numerics import INTERPRETED, TRITON_DTYPES
 from fp8attn.kernels.portable.quantize_kernel import Plan, quantize_kernel
 from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
 from fp8attn.recipe import Recipe
@@ -319,7 +319,8 @@ def _launch(
         dtype=TRITON_DTYPES[codes.dtype], largest=_FLOAT32_MAX if fmt is None else fmt.max, scaled=scaled, pow2=pow2,
         groups=granularity.kind if two_passes else "tile", only_amax=False,
         layout="rows" if not columns else "ordered" if block % 16 == 0 or block == 1 else "columns",
-        blackwell=_capability(x.device) >= 10,
+        ahead=shift is None or rotation is None,  # both take the registers that a second tile would need
+        blackwell=_blackwell(),
     )  # fmt: skip
     tables: tuple[torch.Tensor | None, ...] = (None, None)
     table_strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
@@ -363,6 +364,5 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@lru_cache(maxsize=16)
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+def _blackwell() -> bool:
+    return not INTERPRETED.value and triton.runtime.driver.active.get_current_target().arch >= 100

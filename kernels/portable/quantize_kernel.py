@@ -44,6 +44,7 @@ class Plan(NamedTuple):
         groups: "tile" if a tile holds whole groups, else the granularity's kind, whose scales take two passes;
             only_amax: whether this is the first of them.
         layout: "rows"; "columns" for permuted columns, and "ordered" if tiles are whole groups of 16 of them.
+        ahead: whether a tile is loaded while the one before it is worked on; else two programs take turns to wait.
         blackwell: whether the GPU is one (``_largest_of_tile``).
     """
 
@@ -66,6 +67,7 @@ class Plan(NamedTuple):
     groups: str
     only_amax: bool
     layout: str
+    ahead: bool
     blackwell: bool
 
 
@@ -540,7 +542,7 @@ def quantize_kernel(
     """Quantize this program's share of the tiles. A pointer is None where ``_launch`` had no tensor.
 
     Tiles are numbered with heads running fastest, so that a program which works through heads finds the rotary tables
-    of its tokens in the cache. Each tile is loaded while the one before it is worked on.
+    of its tokens in the cache.
     """
     count, programs, program = tiles * heads * batch, tl.num_programs(0), tl.program_id(0)
     begin = program * (count // programs) + tl.minimum(program, count % programs)
@@ -556,9 +558,11 @@ def quantize_kernel(
     place = _place(b, h, tile, heads, block, chunks, PLAN)
     kept = _kept(place, rows, in_use_ptr, b.to(tl.int64) * in_use_b, block, tl.where(begin < end, seqlen, 0))
     start = x_ptr + b.to(tl.int64) * x_b + h.to(tl.int64) * x_h + place[1].to(tl.int64) * x_s
-    ahead = _load(start, rows, kept, x_s, x_d, PLAN)
+    if PLAN.ahead:
+        ahead = _load(start, rows, kept, x_s, x_d, PLAN)
     for item in range(begin, end):
-        raw, start_now, place_now, kept_now, b_now, h_now = ahead, start, place, kept, b.to(tl.int64), h
+        raw = ahead if PLAN.ahead else _load(start, rows, kept, x_s, x_d, PLAN)
+        start_now, place_now, kept_now, b_now, h_now = start, place, kept, b.to(tl.int64), h
         h += 1
         b += (h == heads).to(tl.int32)
         h = tl.where(h == heads, 0, h)
@@ -567,7 +571,8 @@ def quantize_kernel(
         place = _place(b, h, tile, heads, block, chunks, PLAN)
         kept = _kept(place, rows, in_use_ptr, b.to(tl.int64) * in_use_b, block, tl.where(item + 1 < end, seqlen, 0))
         start = x_ptr + b.to(tl.int64) * x_b + h.to(tl.int64) * x_h + place[1].to(tl.int64) * x_s
-        ahead = _load(start, rows, kept, x_s, x_d, PLAN)
+        if PLAN.ahead:
+            ahead = _load(start, rows, kept, x_s, x_d, PLAN)
 
         token = place_now[1] + rows[0]
         mean, factor, signs, tables = None, None, None, None
@@ -612,4 +617,5 @@ def quantize_kernel(
                     guarded, its_inverse, its_largest, rows, place_now, codes_ptr, head_stride, row_stride, scale_ptr,
                     amax_ptr, extent, block, blocks, PLAN, False,
                 )  # fmt: skip
-            ahead = _load(start, rows, kept, x_s, x_d, PLAN)
+            if PLAN.ahead:
+                ahead = _load(start, rows, kept, x_s, x_d, PLAN)
