@@ -72,6 +72,21 @@ def quantization_cases() -> list[dict[str, Any]]:
 
 
 CASES = {"-".join(str(value) for value in case.values()): case for case in forward_cases() + quantization_cases()}
+#: What spills or does not compile yet, by Triton's version. Strict: a case that has been mended must leave the list.
+UNMENDED: dict[str, set[str]] = {
+    "installed": {
+        "forward-90-default-256-256-False-4096",
+        "forward-90-default-256-256-False-4001",
+        "forward-90-default-256-256-True-4096",
+        "forward-90-fa3-256-256-True-4096",
+        "quantize-90-default-256-4096-True",
+        "quantize-100-default-128-4096-True",
+    },
+    "3.6": {
+        "forward-90-default-256-256-False-4001",
+        "quantize-90-default-256-4096-True",
+    },
+}
 #: Far too many tiles in flight and too few registers.
 FAULTY = forward(
     90, "default", 128, 128, False,
@@ -118,7 +133,9 @@ def compiled(version: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("version", TRITONS)
-def test_compiles_fits_and_does_not_spill(version, name):
+def test_compiles_fits_and_does_not_spill(version, name, request):
+    if name in UNMENDED[version]:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="spills registers or does not compile yet"))
     kernels = compiled(version)[name]
     assert isinstance(kernels, list), kernels["error"]
     case = CASES[name]
