@@ -67,7 +67,7 @@ class Where:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str | Recipe | None = None, **options: Any
     ) -> tuple[QuantizedQKV, torch.Tensor, torch.Tensor]:
         """Quantize, attend: (codes, out, lse)."""
-        recipe = self.pick(ROTATED, "default") if recipe is None else recipe
+        recipe = self.pick(PLAIN, "default") if recipe is None else recipe
         seen = ("attn_mask", "is_causal", "causal_alignment", "window", "scale")
         known = {name: options[name] for name in seen if name in options}
         qkv = fp8attn.quantize(q, k, v, recipe, backend=self.backend, **known)
@@ -238,7 +238,7 @@ LEAST = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", *LEAST], ids=str)
-@pytest.mark.parametrize("rows", ["the last", "all", "but the first"])
+@pytest.mark.parametrize("rows", ["the last", "all"])
 def test_rows_that_a_mask_hides_whole(where: Where, kind: str | torch.dtype, rows: str) -> None:
     """A row without a key is 0/0. -inf and False hide: 0 and -inf. The least finite number does not: the mean of V.
 
@@ -246,7 +246,7 @@ def test_rows_that_a_mask_hides_whole(where: Where, kind: str | torch.dtype, row
     """
     seqlen_q, seqlen_k = where.pick((6, 10), (200, 300))
     hidden = torch.zeros(seqlen_q, dtype=torch.bool, device=where.device)
-    hidden[{"the last": slice(-1, None), "all": slice(None), "but the first": slice(1, None)}[rows]] = True
+    hidden[slice(-1, None) if rows == "the last" else slice(None)] = True
     visible = ~hidden[:, None].expand(seqlen_q, seqlen_k)
     if kind == "bool":
         mask = visible
@@ -286,7 +286,7 @@ def test_what_no_query_sees_may_hold_anything(where: Where, hide: str) -> None:
         unused, options = (index < seqlen - 12).expand(2, -1), {"causal_alignment": "bottom_right", "window": (3, 0)}
     dirty = [torch.where(unused[:, None, :, None], filler, x) for filler, x in ((NAN, k), (INF, v))]
     run: dict[str, Any] = {**options, "enable_gqa": True, "backend": where.backend, "return_lse": True}
-    for recipe in where.pick(["causal_safe"], ["causal_safe", "default"]) + ["default"] * (hide == "mask"):
+    for recipe in where.pick(["default" if hide == "mask" else "causal_safe"], ["default", "causal_safe"]):
         clean, dirtied = (fp8attn.attention(q, *kv, recipe=recipe, **run) for kv in ((k, v), dirty))
         assert clean[0].isfinite().all()
         assert torch.equal(clean[0], dirtied[0]) and torch.equal(clean[1], dirtied[1])
@@ -343,7 +343,7 @@ def test_windows_are_inclusive(
     data = where.qkv(1, 1, 1, seqlen_q, seqlen_k, 32)
     qkv, out, lse = where.run(*data, **options)
     assert_right(where, qkv, out, lse, **options)
-    if right == 0:  # a window of W tokens that ends at the query is causal's last W
+    if right == 0 and alignment == "top_left":  # a window of W tokens that ends at the query is causal's last W
         both = where.run(*data, **{**options, "window": (left * factor, -1), "is_causal": True})
         assert torch.equal(both[1], out) and torch.equal(both[2], lse)
 
@@ -368,7 +368,8 @@ def test_empty_sequences_of_a_packed_batch(
         pytest.skip("large: for a GPU")
     q, k, v = (x[0].transpose(0, 1) for x in where.qkv(1, heads, kv_heads, cu_q[-1], cu_k[-1], head_dim))
     cu = [torch.tensor(c, dtype=torch.int32, device=where.device) for c in (cu_q, cu_k)]
-    out, lse = fp8attn.attention_varlen(q, k, v, *cu, is_causal=True, return_lse=True, backend=where.backend)
+    run: dict[str, Any] = {"recipe": where.pick(ROTATED, "default"), "backend": where.backend}
+    out, lse = fp8attn.attention_varlen(q, k, v, *cu, is_causal=True, return_lse=True, **run)
     assert out.shape == (cu_q[-1], heads, head_dim) and lse.shape == (heads, cu_q[-1])
     options: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right"}
     for n in range(len(cu_q) - 1):
@@ -379,7 +380,7 @@ def test_empty_sequences_of_a_packed_batch(
             assert (out[rows] == 0).all() and (lse[:, rows] == -INF).all()
             continue
         alone = (q[None, rows].transpose(1, 2), k[None, keys].transpose(1, 2), v[None, keys].transpose(1, 2))
-        qkv = fp8attn.quantize(*alone, backend=where.backend, **options)
+        qkv = fp8attn.quantize(*alone, **run, **options)
         assert_right(where, qkv, out[None, rows].transpose(1, 2), lse[None, :, rows], **options)
 
 
@@ -392,13 +393,13 @@ def test_merging_states_of_which_some_are_empty(where: Where, dtype: torch.dtype
     seqlen, cuts = where.pick((48, [0, 16, 16, 32, 48]), (700, [0, 256, 256, 512, 700]))
     q, k, v = where.qkv(1, 2, 1, seqlen, seqlen, 64, dtype=dtype)
     whole, whole_lse = attention64(q, k, v, is_causal=True)
-    parts = []
+    mixed, parts = ROTATED.replace(q_format="fp16", p_format="fp16"), []
     for start, stop in itertools.pairwise(cuts):
         visible = torch.ones(seqlen, stop - start, dtype=torch.bool, device=where.device).tril(-start)
         parts.append(
             fp8attn.attention(
                 q, k[:, :, start:stop], v[:, :, start:stop], visible,
-                enable_gqa=True, return_lse=True, backend=where.backend, recipe="mixed",
+                enable_gqa=True, return_lse=True, backend=where.backend, recipe=mixed,
             )
         )  # fmt: skip
     assert (parts[2][1][:, :, 0] == -INF).all()
@@ -489,7 +490,7 @@ def test_keys_that_are_all_zero_weigh_alike(where: Where, recipe: str) -> None:
     assert ((lse - math.log(seqlen)).abs() <= (2**-4 if own_scales else where.limit)).all()
 
 
-@pytest.mark.parametrize(("seqlen", "head_dim"), [(1, 64), (13, 13), (1, 13), (33, 24)])
+@pytest.mark.parametrize(("seqlen", "head_dim"), [(13, 13), (1, 13), (33, 24)])
 @pytest.mark.parametrize("granularity", ["token", "block:16", "head", "tensor"])
 def test_padding_is_no_part_of_a_largest_value(where: Where, seqlen: int, head_dim: int, granularity: str) -> None:
     """Lanes beyond a row's or a sequence's end, read for a scale. Seen in aiter.
@@ -562,8 +563,7 @@ def test_a_static_scale_clips_alike_everywhere(device: str, dtype: torch.dtype, 
 # ---- outliers
 
 
-@pytest.mark.parametrize("channels", [3, 8])
-@pytest.mark.parametrize("offset", [100.0, 300.0])
+@pytest.mark.parametrize(("channels", "offset"), [(3, 300.0), (8, 100.0)])
 def test_a_bias_in_a_few_key_channels(where: Where, channels: int, offset: float) -> None:
     """Keys with a constant of 100 to 300 in a few channels, as Qwen2's biases make them: what differs between keys
     falls under FP8's step. Seen in llama.cpp, vllm. Judged by the logits, as a cosine of K would hide it.
@@ -598,7 +598,7 @@ def test_values_beyond_fp16(where: Where, recipe: str, largest: float) -> None:
     q, k, v = where.qkv(1, 2, 2, seqlen, seqlen, head_dim, dtype=torch.bfloat16)
     v = v / v.abs().amax() * largest
     k[..., 5] *= 100
-    chosen = Recipe.from_name(recipe)
+    chosen = Recipe.from_name(recipe).replace(**where.pick({"balance": "none", "smooth_k": False}, {}))
     qkv, out, lse = where.run(q, k, v, chosen)
     assert out.dtype == torch.bfloat16 and out.isfinite().all()
     if chosen.v_scale != "token":
@@ -639,7 +639,7 @@ def restrided(x: torch.Tensor, how: str) -> torch.Tensor:
 def test_strides_of_inputs_and_output(where: Where, how: str) -> None:
     """Strided tensors read as if they were contiguous. Seen in FlagGems, flash-attention. The same bits."""
     for head_dim in where.pick([40], [64, 128, 256]):
-        data = where.qkv(2, 4, 2, *where.pick((9, 20), (300, 500)), head_dim, dtype=torch.bfloat16)
+        data = where.qkv(2, *where.pick((2, 1, 9, 20), (4, 2, 300, 500)), head_dim, dtype=torch.bfloat16)
         options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "backend": where.backend}
         for recipe in where.pick([ROTATED], ["default", "causal_safe"]):
             expected = fp8attn.attention(*data, recipe=recipe, **options)
@@ -650,8 +650,7 @@ def test_strides_of_inputs_and_output(where: Where, how: str) -> None:
             assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("ratio", [3, 5, 6, 7, 9, 12])
-@pytest.mark.parametrize("seqlen_q", [1, 5])
+@pytest.mark.parametrize(("ratio", "seqlen_q"), [(3, 1), (3, 5), (5, 1), (6, 5), (7, 1), (9, 5), (12, 1)])
 def test_head_ratios(where: Where, ratio: int, seqlen_q: int) -> None:
     """Query heads that read another group's keys, at ratios that are no power of two. Seen in fla, sglang."""
     qkv, out, lse = where.run(*where.qkv(1, 2 * ratio, 2, seqlen_q, where.pick(19, 300), 32))
@@ -726,28 +725,35 @@ def test_a_softcap_acts_on_true_logits_before_the_mask(where: Where, is_causal: 
     v[:, :, seqlen // 2 :] *= 1e4
     outs = {}
     for softcap in (0, 1.0, 5.0, 50.0, 1e4, 1e30):
-        for recipe in (Recipe(smooth_k=True, balance="none"), "per_tensor"):
-            qkv, out, lse = where.run(q, k, v, recipe, is_causal=is_causal, softcap=softcap)
-            assert (qkv.k.scale != 1).all()
-            # tanh comes with FP32's error of its largest value, which is the softcap up to 100 and the logit above
-            largest = 2.0**2 * min(max(softcap, 150), 1e4)
-            assert_right(where, qkv, out, lse, is_causal=is_causal, softcap=softcap, largest_logit=largest)
+        qkv, out, lse = where.run(q, k, v, PLAIN.replace(smooth_k=True), is_causal=is_causal, softcap=softcap)
+        assert (qkv.k.scale != 1).all() and qkv.logit_shift is not None
+        # tanh comes with FP32's error of its largest value, which is the softcap up to 100 and the logit above
+        largest = 2.0**2 * min(max(softcap, 150), 1e4)
+        assert_right(where, qkv, out, lse, is_causal=is_causal, softcap=softcap, largest_logit=largest)
         outs[softcap] = out
     small = (0, 5.0, 50.0)
     assert all(relative_error(outs[a], outs[b]) > 0.05 for a in small for b in small if a < b)
-    assert relative_error(outs[1e30], outs[0]) <= 2e-3  # no softcap at all, but for logits in other units
+    # as good as none, but with the mean key's share within the logits, so weights are rounded elsewhere: E4M3's step
+    assert relative_error(outs[1e30], outs[0]) <= 2**-4 / 3**0.5
 
 
-MIXES = [("bf16", "e4m3"), ("fp16", "e4m3"), ("fp16", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("int8", "int8")]
+MIXES = [("bf16", "e4m3"), ("fp16", "e4m3"), ("fp16", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("fp16", "fp16")]
 
 
-@pytest.mark.parametrize(("q_format", "k_format"), MIXES)
-@pytest.mark.parametrize(("p_format", "v_format"), MIXES[:-1])
+@pytest.mark.parametrize(
+    ("q_format", "k_format", "p_format", "v_format"),
+    [
+        *((*mix, "e4m3", "e4m3") for mix in [*MIXES, ("int8", "int8")]),
+        *(("e4m3", "e4m3", *mix) for mix in MIXES),
+        ("int8", "int8", "fp16", "e5m2"),
+        ("e5m2", "e4m3", "bf16", "e5m2"),
+    ],
+)
 def test_formats_that_differ(where: Where, q_format: str, k_format: str, p_format: str, v_format: str) -> None:
     """16-bit queries beside an FP8 cache, two FP8 formats at once: converted, never reinterpreted. Seen in vllm."""
     formats = {"q_format": q_format, "k_format": k_format, "p_format": p_format, "v_format": v_format}
     seqlen_q, seqlen_k = where.pick((3, 40), (200, 300))
-    qkv, out, lse = where.run(*where.qkv(1, 2, 1, seqlen_q, seqlen_k, 32), ROTATED.replace(**formats))
+    qkv, out, lse = where.run(*where.qkv(1, 2, 1, seqlen_q, seqlen_k, 32), PLAIN.replace(**formats))
     assert_right(where, qkv, out, lse)
 
 

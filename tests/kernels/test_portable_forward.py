@@ -191,6 +191,27 @@ def test_nan_and_infinity_stay_where_they_belong(qk_format: str, p_format: str) 
     assert out[0, 0, :33].isfinite().all() and out[0, 0, 33:].isnan().all() and out[0, 1, 5].isnan().all()
 
 
+@pytest.mark.parametrize("v_scale", ["channel", "token"])
+@pytest.mark.parametrize("sinks", [None, [1.0, -math.inf], [math.nan, 0.0]])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_in_a_mask_or_a_sink_reaches_its_rows(v_scale: str, sinks: list[float] | None, splits: int) -> None:
+    """Also a row that has no other logit, whose m says that it has seen no key; and no row beside it."""
+    mask = torch.zeros(20, 50)
+    mask[3, 7] = mask[9] = math.nan
+    mask[12] = -math.inf
+    recipe = Recipe(rotate="none", smooth_k=False, v_scale=v_scale)
+    problem = make_problem(
+        AttentionShape(1, 2, 1, 20, 50, 16, 16), recipe, mask=mask, sinks=None if sinks is None else torch.tensor(sinks)
+    )
+    assert_agrees(problem, 1e-4, config=Config(16, 32, 32, 16, 16, 1, 4, 1), splits=splits, tile_q=16, tile_k=32)
+    out, lse = attend(problem, splits=splits)
+    dirty = torch.zeros(2, 20, dtype=torch.bool)
+    dirty[:, [3, 9]] = True
+    if sinks is not None and math.isnan(sinks[0]):
+        dirty[0] = True
+    assert torch.equal(out[0].isnan().all(-1), dirty) and torch.equal(lse[0].isnan(), dirty)
+
+
 def test_strided_codes_give_the_same_bits() -> None:
     problem = make_problem(AttentionShape(2, 4, 2, 30, 40, 24, 24), Recipe())
     qkv = problem.qkv
