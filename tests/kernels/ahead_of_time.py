@@ -26,12 +26,14 @@ from triton.runtime.jit import JITFunction
 
 from fp8attn.formats import get_format
 from fp8attn.kernels.portable.forward import attend
+from fp8attn.kernels.portable.quantize import quantize_qkv
 from fp8attn.kernels.portable.statistics import fit_smoothing
 from fp8attn.kernels.portable.support import v_layout
 from fp8attn.kernels.portable.tuning import Config, choose_config
 from fp8attn.kernels.problem import AttentionProblem, Masking, QuantizedQKV
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
+from fp8attn.transforms import Smoothing
 
 #: Bytes of shared memory that a block may have (CUDA C++ Programming Guide, "Compute Capabilities").
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -99,13 +101,24 @@ def statistics(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bo
         fit_smoothing(q, k, v, Recipe.from_name(recipe), masking, scale=head_dim**-0.5)
 
 
+def quantize(arch: int, recipe: str, head_dim: int, seqlen: int) -> None:
+    """A bf16 batch, with frozen statistics."""
+    q, k, v = _batch(head_dim, seqlen)
+    settings, statistic = Recipe.from_name(recipe), torch.ones(BATCH, NUM_KV_HEADS, 1, head_dim)
+    smoothing = Smoothing(
+        k_mean=statistic if settings.smooth_k else None, balance=statistic if settings.balance == "rms" else None
+    )
+    masking = Masking(seqlen, seqlen, q.device)
+    quantize_qkv(q, k, v, settings, masking, scale=head_dim**-0.5, smoothing=smoothing)
+
+
 def _batch(head_dim: int, seqlen: int) -> list[torch.Tensor]:
     heads = (NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     return [torch.empty(BATCH, n, seqlen, head_dim, dtype=torch.bfloat16) for n in heads]
 
 
 #: To have more kernels compiled: a function that calls what launches them, on CPU tensors.
-CALLS = {"forward": forward, "statistics": statistics}
+CALLS = {"forward": forward, "quantize": quantize, "statistics": statistics}
 
 
 # ---- How -------------------------------------------------------------------------------------------------------------
