@@ -163,7 +163,7 @@ def check(c: Case) -> QuantizedQKV:
         # same for all.
         roundings = 8 + (head_dim * (2 if gpu else 1) if rotated else 0)
         error = roundings * 2.0**-24 * x.norm(dim=-1, keepdim=True)
-        # Of which a scale sees the sum, in practice 8 ulp on a CPU; a tensor core truncates each of 16 partial sums more.
+        # A scale sees their sum, in practice 8 ulp on a CPU; a tensor core also truncates each of 16 partial sums.
         assert_scales(ours, theirs, ((64 if gpu else 16) if rotated or c.rotary is not None else 2) * ULP)
         assert_codes(ours, x, error)
         assert_few_differ(ours, theirs)
