@@ -61,25 +61,24 @@ def quantize_qkv(
     applies ``rotary`` once more where statistics are to be fitted.
     """
     queries_in_use, keys_in_use = masking.in_use
-    with torch.cuda.device_of(query):
-        if smoothing is None:
-            smoothing = _fitted(query, key, value, recipe, masking, scale, rotary)
-        rotate = recipe.rotate if recipe.rotate != "none" else None
-        transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
-        columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
-        q, logit_shift = quantize_heads(
-            query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary,
-            first_position=masking.diagonal, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
-            transform=transform,
-        )  # fmt: skip
-        k, _ = quantize_heads(
-            key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary,
-            mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform,
-        )  # fmt: skip
-        v, _ = quantize_heads(
-            value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=smoothing.v_mean,
-            columns=columns,
-        )  # fmt: skip
+    if smoothing is None:
+        smoothing = _fitted(query, key, value, recipe, masking, scale, rotary)
+    rotate = recipe.rotate if recipe.rotate != "none" else None
+    transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
+    columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
+    q, logit_shift = quantize_heads(
+        query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary,
+        first_position=masking.diagonal, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
+        transform=transform,
+    )  # fmt: skip
+    k, _ = quantize_heads(
+        key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary,
+        mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform,
+    )  # fmt: skip
+    v, _ = quantize_heads(
+        value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=smoothing.v_mean,
+        columns=columns,
+    )  # fmt: skip
     v_mean = None if smoothing.v_mean is None else smoothing.v_mean.expand(value.shape[0], -1, -1, -1)
     return QuantizedQKV(q, k, v, recipe, query.dtype, logit_shift, v_mean, keys_in_use)
 
@@ -351,11 +350,12 @@ def _launch(
         1.0 if rotation is None else rotation.factor,
         batch, heads, seqlen, extent, block, granularity.scale_shape(x.shape)[2], chunks, tiles,
     )  # fmt: skip
-    for only_amax in (True, False) if two_passes else (False,):
-        quantize_kernel[(programs,)](
-            *arguments, PLAN=plan._replace(only_amax=only_amax),
-            num_warps=config.warps, num_stages=1, maxnreg=config.registers, enable_fp_fusion=False,
-        )  # fmt: skip
+    with torch.cuda.device_of(x):
+        for only_amax in (True, False) if two_passes else (False,):
+            quantize_kernel[(programs,)](
+                *arguments, PLAN=plan._replace(only_amax=only_amax),
+                num_warps=config.warps, num_stages=1, maxnreg=config.registers, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 @lru_cache(maxsize=16)

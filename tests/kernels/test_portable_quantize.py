@@ -163,7 +163,8 @@ def check(c: Case) -> QuantizedQKV:
         # same for all.
         roundings = 8 + (head_dim * (2 if gpu else 1) if rotated else 0)
         error = roundings * 2.0**-24 * x.norm(dim=-1, keepdim=True)
-        assert_scales(ours, theirs, (16 if rotated or c.rotary is not None else 2) * ULP)
+        # A scale sees their sum, in practice 8 ulp on a CPU; a tensor core also truncates each of 16 partial sums.
+        assert_scales(ours, theirs, ((64 if gpu else 16) if rotated or c.rotary is not None else 2) * ULP)
         assert_codes(ours, x, error)
         assert_few_differ(ours, theirs)
     assert (made.logit_shift is None) == (expected.logit_shift is None)
@@ -281,7 +282,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(cases())
 def test_codes_scales_and_shifts_are_right(c: Case) -> None:
     before = [x.clone() for x in (c.q, c.k, c.v)]
