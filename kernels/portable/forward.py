@@ -548,7 +548,8 @@ def attend(
     shift = qkv.logit_shift if qkv.logit_shift is None else qkv.logit_shift.contiguous()
     v_mean = qkv.v_mean if qkv.v_mean is None else qkv.v_mean.contiguous()
     sinks = problem.sinks if problem.sinks is None else problem.sinks.contiguous()
-    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
+    # Fused multiply-adds: the exponent and the rescaled sums rely on them, and Triton 3.10 turns them off by default.
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
     kernel = _forward[(programs(problem, config) * splits,)](
