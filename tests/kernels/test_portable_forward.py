@@ -135,14 +135,14 @@ configs = st.builds(
     config=configs,
     splits=st.sampled_from([1, 1, 2, 3]),
 )
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_walking_the_same_tiles_it_is_the_reference(problem: AttentionProblem, config: Config, splits: int) -> None:
     """1e-4, the contract's limit: what is left is FP32 rounding and weights that it tips over a rounding boundary."""
     assert_agrees(problem, 1e-4, config=config, splits=splits, tile_q=config.block_m, tile_k=config.block_n)
 
 
 @given(problem=problems(device="cpu", max_seqlen=150, head_dims=(16, 24)), splits=st.sampled_from([1, 2]))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_with_edge_tiles_and_splits_it_is_the_reference_up_to_the_weights_subnormal_tail(
     problem: AttentionProblem, splits: int
 ) -> None:
