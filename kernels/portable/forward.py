@@ -19,6 +19,7 @@ Where logits may exceed 1e38, which the contract clamps, the scale that would ta
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fp8attn.kernels.portable.numerics import (
     block_boundary,
     cast,
     decode,
+    fragments_hold,
     load_scalar,
     operand_e4m3,
     product,
@@ -51,6 +53,7 @@ _LARGEST_LOGIT = tl.constexpr(1e38)
 _LARGEST_FACTOR = tl.constexpr(torch.finfo(torch.float32).max)
 _SMALLEST = tl.constexpr(2.0**-126)
 _P_BITS = tl.constexpr(8.0)  # weights are rounded in units of 2^-8
+_FRAGMENTS_HOLD: dict[str, bool] = {}  # of compiled kernels by their hash
 
 
 @triton.jit
@@ -552,7 +555,8 @@ def attend(
     options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
-    kernel = _forward[(programs(problem, config) * splits,)](
+    launch = partial(
+        _forward[(programs(problem, config) * splits,)],
         q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, shift, v_mean, sinks, mask,
         target, lse, parts_m, parts_l,
         abs(problem.scale) * units, softcap or 0.0, min(largest_factor, 1e30),
@@ -568,13 +572,17 @@ def attend(
         Q_SIZE=_tokens_a_scale(qkv.q), K_SIZE=k_size, V_SIZE=_tokens_a_scale(qkv.v),
         K_DTYPE=TRITON_DTYPES[qkv.k.format.dtype], V_DTYPE=TRITON_DTYPES[qkv.v.format.dtype],
         P_DTYPE=TRITON_DTYPES[p_format.dtype], P_SMALLEST_NORMAL=p_format.smallest_normal,
-        FRAGMENTS=arch == 90,
         CHUNKS=-(-head_dim // config.chunk), CHUNK=config.chunk,
         SLICES=min(config.slices_v, slices), SLICE=config.slice_v, SLICE_GROUPS=slice_groups,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, EDGE_N=config.edge_n,
         EDGE_STAGES=1 if config.slices_v > 1 else config.stages,  # no registers for more beside many accumulators
         **options,
     )  # fmt: skip
+    # A mask is read in a layout of its own, which the compiler may then prefer for the weights.
+    fragments = arch == 90 and mask_kind == "none"
+    kernel = launch(FRAGMENTS=fragments)
+    if fragments and not _in_fragments(kernel):
+        kernel = launch(FRAGMENTS=False)
     kernels = [kernel]
     if split:
         block_m = min(16, triton.next_power_of_2(seqlen_q))
@@ -590,6 +598,14 @@ def attend(
     if compiled is not None:
         compiled += kernels
     return out, lse
+
+
+def _in_fragments(kernel: Any) -> bool:
+    """Whether what the kernel compiled to holds weights as ``FRAGMENTS`` takes for granted; else it computes nonsense."""
+    known: bool | None = _FRAGMENTS_HOLD.get(kernel.hash)
+    if known is None:
+        known = _FRAGMENTS_HOLD[kernel.hash] = fragments_hold(kernel.asm["ttgir"])
+    return known
 
 
 def _arch() -> int:

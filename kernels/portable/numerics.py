@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ __all__ = [
     "cast",
     "decode",
     "expand_bytes",
+    "fragments_hold",
     "load_scalar",
     "operand_e4m3",
     "product",
@@ -188,6 +191,23 @@ def operand_e4m3(p):
     )  # fmt: skip
     codes = tl.reshape(codes, [M // 16, 2, 8, N // 4, 2, 2])
     return tl.reshape(tl.permute(codes, [0, 4, 2, 3, 1, 5]), [M, N])
+
+
+def fragments_hold(ttgir: str) -> bool:
+    """Whether a compiled kernel holds its weights as ``operand_e4m3`` and ``row_sums`` take for granted.
+
+    Triton gives no promise in which registers a tensor lies, but says in its intermediate code where it put it: the
+    steps (row, column) from register to register must begin as in the tensor core's fragments. ``row_sums`` needs
+    neighbours in pairs, no more.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (.+)$", ttgir, re.MULTILINE))
+    begins = {8: "#ttg.linear<{register = [[0, 1], [8, 0], [0, 2]", 4: "#ttg.linear<{register = [[0, 1], ["}
+    return all(
+        layouts.get(layout, "").startswith(begins[int(pack)])
+        for pack, layout in re.findall(
+            r"elementwise_inline_asm .*packed_element = ([48]) : .*?tensor<[^>]*, (#\w+)>", ttgir
+        )
+    )
 
 
 @triton.jit
