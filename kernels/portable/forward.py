@@ -601,7 +601,7 @@ def attend(
 
 
 def _in_fragments(kernel: Any) -> bool:
-    """Whether what the kernel compiled to holds weights as ``FRAGMENTS`` takes for granted; else it computes nonsense."""
+    """Whether a compiled kernel holds its weights as ``FRAGMENTS`` takes for granted; else it computes nonsense."""
     known: bool | None = _FRAGMENTS_HOLD.get(kernel.hash)
     if known is None:
         known = _FRAGMENTS_HOLD[kernel.hash] = fragments_hold(kernel.asm["ttgir"])
