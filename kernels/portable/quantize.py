@@ -19,8 +19,10 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8attn.formats import Format, get_format
-from fp8attn.kernels.portable.numerics import INTERPRETED, TRITON_DTYPES
-from fp8attn.kernels.portable.quantize_kernel import Plan, quantize_kernel
+from fp8attn.kernels.portable.folded import architecture, folds, launch_folded, multiprocessors
+from fp8attn.kernels.portable.numerics import TRITON_DTYPES
+from fp8attn.kernels.portable.quantize_kernel import Plan, quantize_kernel, redo_kernel
+from fp8attn.kernels.portable.values import launch_values
 from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
@@ -31,6 +33,7 @@ __all__ = ["Config", "default_config", "quantize_heads", "quantize_qkv"]
 _BOUND = 2.0**90  # finite inputs are brought under it, as in the reference
 _LARGEST_MATRIX = 65536  # bytes; beside it the tile must fit the 99 KiB that the smallest multiprocessors share
 _LARGEST_TILE = 32768  # elements that one program holds; half of that with a rotation
+_SHARE = 64  # tiles whose scales a program of redo_kernel looks at, at once
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -115,13 +118,12 @@ class Config(NamedTuple):
 def default_config(channels: int, tokens: int, *, heavy: bool) -> Config:
     """For tiles of ``channels`` (padding included) in which at least ``tokens`` must lie together.
 
-    64 elements a thread leave room for the tile that is being loaded beside the one in work. ``heavy`` kernels need
-    more registers than a third of a multiprocessor's. A tile of fewer than 64 tokens would not fill the tensor core
-    instruction of four warps.
+    64 elements a thread leave room for the tile that is being loaded beside the one in work; ``heavy`` kernels, and
+    those of many channels, have room for 32. A tile of fewer than 64 tokens does not fill sm_90's tensor core.
     """
     channels = triton.next_power_of_2(channels)
-    tile = max(tokens, min(128, max(64 if channels <= 256 else 16, 8192 // channels)))
-    warps = max(4, min(16, tile * channels // 2048))
+    tile = max(tokens, min(128, max(64 if channels <= 128 else 16, 8192 // channels)))
+    warps = max(8 if heavy else 4, min(16, tile * channels // 2048))
     return Config(tile, warps, programs=max(1, (8 if heavy else 12) // warps))
 
 
@@ -252,7 +254,12 @@ def quantize_heads(
         "in_use": in_use, "rotary": rotary, "first_position": first_position, "shift_mean": shift_mean, "shift": shift,
         "mean": mean, "multiplier": multiplier, "divisor": divisor,
     }  # fmt: skip
-    if x.numel():
+    of_values = grouping.kind == "channel" and all(
+        step is None for step in (rotary, shift_mean, multiplier, divisor, transform, config)
+    )
+    if x.numel() and fmt.scaled and of_values:
+        launch_values(x, codes, scale, fmt, scale_mode == "pow2", _BOUND, columns=columns, in_use=in_use, mean=mean)
+    elif x.numel():
         untouched = rotary is None and mean is None and multiplier is None and divisor is None
         segments, bound = _segments(transform, x, rotary, untouched), _BOUND
         if transform is not None and segments[2] is None:
@@ -260,13 +267,48 @@ def quantize_heads(
             _launch(x, values, None, Granularity("token"), None, False, segments, config=config, **steps)
             x, bound, steps = transform.apply(values), _FLOAT32_MAX, {}
             segments = _segments(None, x, None, True)
+        fast = _folded(transform, x, fmt, grouping, columns=columns, config=config, **steps)
+        if fast is not None and fast.signs is not None:
+            launch_folded(
+                x, codes, scale, shift, grouping, fmt, scale_mode == "pow2", fast.high, fast.signs, fast.factor,
+                rotary=rotary, first_position=first_position, mean=mean if shift_mean is None else shift_mean,
+                multiplier=multiplier, divisor=divisor,
+            )  # fmt: skip
         _launch(
             x, codes, scale, grouping, fmt, scale_mode == "pow2", segments, columns=columns, bound=bound, config=config,
-            **steps,
+            redo=fast is not None, **steps,
         )  # fmt: skip
     if columns:
         return QuantizedTensor(codes, scale, fmt, grouping, layout="permuted_columns", seqlen=seqlen), shift
     return QuantizedTensor(codes, scale, fmt, grouping), shift
+
+
+def _folded(
+    transform: Transform | None,
+    x: torch.Tensor,
+    fmt: Format,
+    granularity: Granularity,
+    *,
+    rotary: Rotary | None = None,
+    in_use: torch.Tensor | None = None,
+    shift_mean: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    multiplier: torch.Tensor | None = None,
+    divisor: torch.Tensor | None = None,
+    columns: bool = False,
+    config: Config | None = None,
+    **_: Any,
+) -> _Rotation | None:
+    """The rotation for ``launch_folded``, if that is to quantize x; None for the general kernel."""
+    smoothed = multiplier is not None or divisor is not None
+    if transform is None or in_use is not None or columns or config is not None:
+        return None
+    if (multiplier is not None and mean is not None) or (divisor is not None and shift_mean is not None):
+        return None
+    if not folds(x, fmt, granularity, rotary, smoothed=smoothed):
+        return None
+    rotation = _rotation(transform, x.device, None, True)
+    return rotation if rotation.folded else None
 
 
 def _launch(
@@ -289,8 +331,12 @@ def _launch(
     columns: bool = False,
     bound: float = _BOUND,
     config: Config | None = None,
+    redo: bool = False,
 ) -> None:
-    """Run the kernel, once or twice, into ``codes``, ``scale`` and ``shift``. ``fmt`` None writes FP32 values."""
+    """Run the kernel, once or twice, into ``codes``, ``scale`` and ``shift``. ``fmt`` None writes FP32 values.
+
+    ``redo`` quantizes only the tiles that are marked by a scale of 0.
+    """
     batch, heads, seqlen, head_dim = x.shape
     widths, spans, rotation = segments
     if rotation is not None and divisor is not None:  # beside the rotation's own roundings, a reciprocal's is small
@@ -309,7 +355,7 @@ def _launch(
         together = config.tile
     chunks = triton.cdiv(block, config.tile) if two_passes else 1
     tiles = triton.cdiv(triton.cdiv(extent, block), config.tile // together) * chunks
-    programs = min(tiles * batch * heads, config.programs * _multiprocessors(x.device))
+    programs = min(tiles * batch * heads, config.programs * multiprocessors(x.device))
     plan = Plan(
         head_dim=head_dim, widths=widths, spans=spans, tile=config.tile, together=together, bound=bound,
         rotary="" if rotary is None else "interleaved" if rotary.interleaved else "halves",
@@ -318,8 +364,9 @@ def _launch(
         dtype=TRITON_DTYPES[codes.dtype], largest=_FLOAT32_MAX if fmt is None else fmt.max, scaled=scaled, pow2=pow2,
         groups=granularity.kind if two_passes else "tile", only_amax=False,
         layout="rows" if not columns else "ordered" if block % 16 == 0 or block == 1 else "columns",
-        ahead=shift is None or rotation is None,  # both take the registers that a second tile would need
-        blackwell=_blackwell(),
+        # Both ways of computing a tile, or two tiles, take registers that these have not got.
+        hopes=sum(spans) <= 128 or rotation is None, ahead=shift is None or rotation is None,
+        blackwell=architecture() >= 100,
     )  # fmt: skip
     tables: tuple[torch.Tensor | None, ...] = (None, None)
     table_strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
@@ -351,18 +398,13 @@ def _launch(
         batch, heads, seqlen, extent, block, granularity.scale_shape(x.shape)[2], chunks, tiles,
     )  # fmt: skip
     with torch.cuda.device_of(x):
+        if redo:
+            redo_kernel[(triton.cdiv(batch * heads * tiles, _SHARE),)](
+                *arguments, PLAN=plan, SHARE=_SHARE, num_warps=config.warps, num_stages=1, enable_fp_fusion=False
+            )
+            return
         for only_amax in (True, False) if two_passes else (False,):
             quantize_kernel[(programs,)](
                 *arguments, PLAN=plan._replace(only_amax=only_amax),
                 num_warps=config.warps, num_stages=1, maxnreg=config.registers, enable_fp_fusion=False,
             )  # fmt: skip
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    # On a CPU, the interpreter's programs run one after another: a few, so that each has several tiles.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _blackwell() -> bool:
-    return not INTERPRETED.value and triton.runtime.driver.active.get_current_target().arch >= 100

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode
 
-__all__ = ["Plan", "quantize_kernel"]
+__all__ = ["Plan", "quantize_kernel", "redo_kernel", "scale_of"]
 
 
 class Plan(NamedTuple):
@@ -44,6 +44,7 @@ class Plan(NamedTuple):
         groups: "tile" if a tile holds whole groups, else the granularity's kind, whose scales take two passes;
             only_amax: whether this is the first of them.
         layout: "rows"; "columns" for permuted columns, and "ordered" if tiles are whole groups of 16 of them.
+        hopes: whether a tile is first computed without care.
         ahead: whether a tile is loaded while the one before it is worked on; else two programs take turns to wait.
         blackwell: whether the GPU is one (``_largest_of_tile``).
     """
@@ -67,6 +68,7 @@ class Plan(NamedTuple):
     groups: str
     only_amax: bool
     layout: str
+    hopes: bool
     ahead: bool
     blackwell: bool
 
@@ -135,6 +137,12 @@ def _load_channels(ptr, other: tl.constexpr, PLAN: tl.constexpr):
         channel = tl.arange(0, PLAN.spans[i])
         parts = parts + (tl.load(ptr + _start(PLAN, i) + channel, mask=channel < PLAN.widths[i], other=other),)
     return parts
+
+
+@triton.jit
+def _load_signs(ptr, PLAN: tl.constexpr):
+    channel = tl.arange(0, PLAN.spans[1])
+    return tl.load(ptr + channel, mask=channel < PLAN.widths[1], other=1.0)
 
 
 @triton.jit
@@ -355,7 +363,7 @@ def _quotient(x, divisor, USUAL: tl.constexpr):
 
 
 @triton.jit
-def _scale_of(amax, PLAN: tl.constexpr):
+def scale_of(amax, PLAN: tl.constexpr):
     """``quantize_tensor``'s scale of groups whose largest finite magnitude is ``amax``."""
     tiny: tl.constexpr = 1.1754943508222875e-38
     # Compiled, right for every significand over each format's largest value (checked exhaustively).
@@ -474,17 +482,17 @@ def _quantized(
     if PLAN.scaled and PLAN.groups == "tile":
         if PLAN.together > 1:
             shape: tl.constexpr = (PLAN.tile // PLAN.together, PLAN.together)
-            scale = _scale_of(tl.max(tl.reshape(largest, shape), axis=1), PLAN)
+            scale = scale_of(tl.max(tl.reshape(largest, shape), axis=1), PLAN)
             scale = tl.reshape(tl.broadcast_to(scale[:, None], shape), (PLAN.tile,))
         else:
-            scale = _scale_of(largest, PLAN)
+            scale = scale_of(largest, PLAN)
         at = index + block_after
         tl.store(scale_ptr + sequence * blocks + at, scale, mask=(inside == 0) & (at < blocks))
         scale = scale[:, None]
     elif PLAN.scaled and PLAN.groups != "channel":
         group, exists, leads = _group(place, blocks, PLAN)
         amax = tl.load(amax_ptr + group, mask=exists, other=0)
-        scale = _scale_of(amax.to(tl.float32, bitcast=True), PLAN)
+        scale = scale_of(amax.to(tl.float32, bitcast=True), PLAN)
         tl.store(scale_ptr + group, scale, mask=leads & exists)
     if PLAN.terms > 0:
         by = inverse[:, None]
@@ -496,7 +504,7 @@ def _quantized(
         if PLAN.groups == "channel":
             amax_at = amax_ptr + sequence * PLAN.head_dim + at
             amax = tl.load(amax_at, mask=channel < PLAN.widths[i], other=0)
-            scale = _scale_of(amax.to(tl.float32, bitcast=True), PLAN)
+            scale = scale_of(amax.to(tl.float32, bitcast=True), PLAN)
             here = tl.where(first == 0, PLAN.widths[i], 0)
             tl.store(scale_ptr + sequence * PLAN.head_dim + at, scale, mask=channel < here)
             scale = scale[None, :]
@@ -529,6 +537,16 @@ def _quantized(
                 column = first + after - slot + slot % 8 // 2 * 4 + slot // 8 * 2 + slot % 2
             mask = (channel < PLAN.widths[i])[:, None] & used[None, :]
             tl.store(to + at.to(tl.int64)[:, None] * row_stride + column[None, :], tl.trans(codes), mask=mask)
+
+
+@triton.jit
+def _tables(
+    b, place, rows, cos_ptr, sin_ptr, cos_b, cos_p, cos_c, sin_b, sin_p, sin_c, first_position, seqlen
+):  # fmt: skip
+    """A tile's rotary tables as ``_turned`` takes them."""
+    # Rows beyond the last token hold zeros, which any position turns into zeros.
+    position = (tl.minimum(place[1] + rows[0], seqlen - 1) + first_position).to(tl.int64)
+    return cos_ptr + b * cos_b + position * cos_p, cos_c, sin_ptr + b * sin_b + position * sin_p, sin_c
 
 
 @triton.jit
@@ -574,37 +592,49 @@ def quantize_kernel(
         if PLAN.ahead:
             ahead = _load(start, rows, kept, x_s, x_d, PLAN)
 
-        token = place_now[1] + rows[0]
         mean, factor, signs, tables = None, None, None, None
         if mean_ptr is not None:
             mean = _load_channels(mean_ptr + b_now * mean_b + h_now // mean_group * PLAN.head_dim, 0.0, PLAN)
         if factor_ptr is not None:
             factor = _load_channels(factor_ptr + b_now * factor_b + h_now // factor_group * PLAN.head_dim, 1.0, PLAN)
         if signs_ptr is not None:
-            channel = tl.arange(0, PLAN.spans[1])
-            signs = tl.load(signs_ptr + channel, mask=channel < PLAN.widths[1], other=1.0)
+            signs = _load_signs(signs_ptr, PLAN)
         if cos_ptr is not None:
-            # Rows beyond the last token hold zeros, which any position turns into zeros.
-            position = (tl.minimum(token, seqlen - 1) + first_position).to(tl.int64)
-            cos, sin = cos_ptr + b_now * cos_b + position * cos_p, sin_ptr + b_now * sin_b + position * sin_p
-            tables = (cos, cos_c, sin, sin_c)
-
-        x, inverse, largest, shift = _prepared(
-            raw, kept_now, tables, mean, factor, signs, high, low, matrix_factor, PLAN, True
-        )
-        if PLAN.shifts and not PLAN.only_amax:
-            _store_shift(shift_ptr, shift, rows, place_now, block, seqlen)
-        if _is_usual(largest, kept_now, mean, factor, PLAN):
-            if PLAN.only_amax:
-                _raise_amax(amax_ptr, x, largest, place_now, blocks, PLAN, True)
-            else:
-                _quantized(
-                    x, inverse, largest, rows, place_now, codes_ptr, head_stride, row_stride, scale_ptr, amax_ptr,
-                    extent, block, blocks, PLAN, True,
-                )  # fmt: skip
-        else:
+            tables = _tables(
+                b_now,
+                place_now,
+                rows,
+                cos_ptr,
+                sin_ptr,
+                cos_b,
+                cos_p,
+                cos_c,
+                sin_b,
+                sin_p,
+                sin_c,
+                first_position,
+                seqlen,
+            )
+        done = False
+        if PLAN.hopes:
+            x, inverse, largest, shift = _prepared(
+                raw, kept_now, tables, mean, factor, signs, high, low, matrix_factor, PLAN, True
+            )
+            if PLAN.shifts and not PLAN.only_amax:
+                _store_shift(shift_ptr, shift, rows, place_now, block, seqlen)
+            done = _is_usual(largest, kept_now, mean, factor, PLAN)
+            if done:
+                if PLAN.only_amax:
+                    _raise_amax(amax_ptr, x, largest, place_now, blocks, PLAN, True)
+                else:
+                    _quantized(
+                        x, inverse, largest, rows, place_now, codes_ptr, head_stride, row_stride, scale_ptr, amax_ptr,
+                        extent, block, blocks, PLAN, True,
+                    )  # fmt: skip
+        if not done:
             # This tile and the next are loaded again: kept in registers all the time, they would crowd out others.
-            raw = _load(start_now, rows, kept_now, x_s, x_d, PLAN)
+            if PLAN.hopes:
+                raw = _load(start_now, rows, kept_now, x_s, x_d, PLAN)
             guarded, its_inverse, its_largest, its_shift = _prepared(
                 raw, kept_now, tables, mean, factor, signs, high, low, matrix_factor, PLAN, False
             )
@@ -617,5 +647,59 @@ def quantize_kernel(
                     guarded, its_inverse, its_largest, rows, place_now, codes_ptr, head_stride, row_stride, scale_ptr,
                     amax_ptr, extent, block, blocks, PLAN, False,
                 )  # fmt: skip
-            if PLAN.ahead:
+            if PLAN.ahead and PLAN.hopes:
                 ahead = _load(start, rows, kept, x_s, x_d, PLAN)
+
+
+@triton.jit
+def redo_kernel(
+    x_ptr, x_b, x_h, x_s, x_d, codes_ptr, head_stride, row_stride, scale_ptr, amax_ptr, in_use_ptr, in_use_b,
+    cos_ptr, sin_ptr, cos_b, cos_p, cos_c, sin_b, sin_p, sin_c, first_position,
+    mean_ptr, mean_group, mean_b, factor_ptr, factor_group, factor_b, shift_ptr,
+    high_ptr, low_ptr, signs_ptr, matrix_factor,
+    batch, heads, seqlen, extent, block, blocks, chunks, tiles, PLAN: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Quantize again, with care, the tiles that have a scale of 0: those that ``folded_kernel`` found to need it.
+
+    A program looks through the scales of ``SHARE`` tiles at once; as a rule none is marked and that is all.
+    """
+    GROUPS: tl.constexpr = PLAN.tile // PLAN.together
+    item = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    group = (item % tiles)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    exists = (item < batch * heads * tiles)[:, None] & (group < blocks)
+    scale = tl.load(scale_ptr + (item // tiles).to(tl.int64)[:, None] * blocks + group, mask=exists, other=1.0)
+    marked = tl.min(scale, 1) == 0
+    left = tl.sum(marked.to(tl.int32), 0)
+    while left > 0:
+        which = tl.min(tl.where(marked, item, 2**31 - 1), 0)
+        marked = marked & (item != which)
+        left -= 1
+        rows = _rows(block, PLAN)
+        high, low = _load_matrix(high_ptr, PLAN), None
+        if low_ptr is not None:
+            low = _load_matrix(low_ptr, PLAN)
+        b, h = (which // tiles // heads).to(tl.int64), which // tiles % heads
+        place = _place(b, h, which % tiles, heads, block, chunks, PLAN)
+        kept = _kept(place, rows, in_use_ptr, b * in_use_b, block, seqlen)
+        start = x_ptr + b * x_b + h.to(tl.int64) * x_h + place[1].to(tl.int64) * x_s
+        mean, factor, signs, tables = None, None, None, None
+        if mean_ptr is not None:
+            mean = _load_channels(mean_ptr + b * mean_b + h // mean_group * PLAN.head_dim, 0.0, PLAN)
+        if factor_ptr is not None:
+            factor = _load_channels(factor_ptr + b * factor_b + h // factor_group * PLAN.head_dim, 1.0, PLAN)
+        if signs_ptr is not None:
+            signs = _load_signs(signs_ptr, PLAN)
+        if cos_ptr is not None:
+            tables = _tables(
+                b, place, rows, cos_ptr, sin_ptr, cos_b, cos_p, cos_c, sin_b, sin_p, sin_c, first_position, seqlen
+            )
+        x, inverse, largest, shift = _prepared(
+            _load(start, rows, kept, x_s, x_d, PLAN), kept, tables, mean, factor, signs, high, low, matrix_factor, PLAN,
+            False,
+        )  # fmt: skip
+        if PLAN.shifts:
+            _store_shift(shift_ptr, shift, rows, place, block, seqlen)
+        _quantized(
+            x, inverse, largest, rows, place, codes_ptr, head_stride, row_stride, scale_ptr, amax_ptr, extent, block,
+            blocks, PLAN, False,
+        )  # fmt: skip

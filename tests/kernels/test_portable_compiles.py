@@ -79,12 +79,9 @@ UNMENDED: dict[str, set[str]] = {
         "forward-90-default-256-256-False-4001",
         "forward-90-default-256-256-True-4096",
         "forward-90-fa3-256-256-True-4096",
-        "quantize-90-default-256-4096-True",
-        "quantize-100-default-128-4096-True",
     },
     "3.6": {
         "forward-90-default-256-256-False-4001",
-        "quantize-90-default-256-4096-True",
     },
 }
 #: Far too many tiles in flight and too few registers.
@@ -131,6 +128,17 @@ def compiled(version: str) -> dict[str, Any]:
     return answers
 
 
+def launches(case: dict[str, Any]) -> int:
+    """How many kernels the case's call launches."""
+    if case["call"] == "forward":
+        return case.get("splits", 1)
+    if case["call"] == "statistics":
+        return 4  # partial ones, merged, weighed, decided
+    if case["arch"] == 90 and case["head_dim"] <= 128:
+        return 8  # q and k folded: the matrix, codes, and what is to be done again; v: largest magnitudes, codes
+    return 4 if case["head_dim"] <= 128 else 5  # a block of keys is more than a program holds: they take two passes
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles_fits_and_does_not_spill(version, name, request):
@@ -139,8 +147,7 @@ def test_compiles_fits_and_does_not_spill(version, name, request):
     kernels = compiled(version)[name]
     assert isinstance(kernels, list), kernels["error"]
     case = CASES[name]
-    # Statistics: partial ones, merged, weighed, decided. Quantizing: q, k, v's largest magnitudes, v.
-    assert len(kernels) == (case.get("splits", 1) if case["call"] == "forward" else 4)
+    assert len(kernels) == launches(case)
     for kernel in kernels:
         assert kernel["shared_memory"] <= kernel["shared_memory_limit"], kernel
         if case["arch"] in (90, 100):  # elsewhere nothing has been tuned

@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8attn.kernels.portable import quantize as quantize_module
+from fp8attn.kernels.portable.folded import launch_folded
 from fp8attn.kernels.portable.quantize import quantize_qkv
 from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
 from fp8attn.kernels.reference.quantize import quantize_qkv as reference_quantize_qkv
@@ -337,6 +339,69 @@ def test_head_dims(head_dim: int, rotate: str, rotary: tuple[int, bool, int] | N
     check(c)
     small = Smoothing(c.smoothing.k_mean / 64, c.smoothing.v_mean / 64)  # less than a padding of 1 would be
     check(Case(c.q / 64, c.k / 64, c.v / 64, c.recipe, c.masking, small, c.rotary))
+
+
+FOLDED = {
+    "token": {},
+    "smoothed": {"means": True, "balance": True},
+    "mean alone": {"means": True},
+    "balance alone": {"balance": True},
+    "rotary": {"rotary": (64, False, 2)},
+    "rotary, smoothed": {"rotary": (64, False, 3), "means": True, "balance": True},
+    "head dim 128": {"head_dim": 128, "balance": True},
+    "fp16": {"dtype": torch.float16},
+    "fp16, rotary": {"dtype": torch.float16, "rotary": (64, False, 2), "balance": True},
+}
+
+
+def count_folded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of what the folded kernel is launched for from now on."""
+    shapes: list[torch.Size] = []
+
+    def launch(x: torch.Tensor, *args: Any, **options: Any) -> None:
+        shapes.append(x.shape)
+        launch_folded(x, *args, **options)
+
+    monkeypatch.setattr(quantize_module, "launch_folded", launch)
+    return shapes
+
+
+@pytest.mark.parametrize("k_scale", ["token", "block:64", "block:128"])
+@pytest.mark.parametrize("name", FOLDED)
+def test_the_folded_kernel(name: str, k_scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than programs, and a last one that is not full."""
+    folded = count_folded(monkeypatch)
+    check(case(Recipe(k_scale=k_scale), batch=1, seqlen_q=130, seqlen_k=301, **FOLDED[name]))
+    assert len(folded) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", FOLDED)
+def test_the_folded_kernel_leaves_odd_tiles_to_the_general_one(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes are the general kernel's, NaN included, in every tile that has something odd in it."""
+    c = case(Recipe(k_scale="block:64"), batch=1, seqlen_q=330, seqlen_k=461, device=device, **FOLDED[name])
+    for x in (c.q, c.k):
+        x[:, 0, 3] = float("nan")
+        x[:, 1, 70, 5] = float("inf")
+        x[:, 0, 129, 7] = torch.finfo(x.dtype).max
+        x[:, 0, 193:256] = 0
+        x[:, 1, 193:256] *= 2.0 ** (-100 if x.dtype == torch.bfloat16 else -20)
+    if c.smoothing.k_mean is not None:  # keys that are their mean, of which nothing but roundings would be left
+        c.k[:, :, 256:320] = c.smoothing.k_mean.to(c.k.dtype)
+        c.smoothing.k_mean.copy_(c.smoothing.k_mean.to(c.k.dtype))
+    folded = count_folded(monkeypatch)
+    made = c.run()
+    assert len(folded) == 2
+    monkeypatch.setattr(quantize_module, "folds", lambda *_, **__: False)
+    expected = c.run()
+    assert len(folded) == 2
+    for ours, theirs in ((made.q, expected.q), (made.k, expected.k)):
+        assert_few_differ(ours, theirs)
+        assert_scales(ours, theirs, 64 * ULP)
+        for tile in (slice(0, 128), slice(128, 256)):
+            assert torch.equal(ours.codes[:, :, tile].isnan(), theirs.codes[:, :, tile].isnan())
 
 
 @pytest.mark.parametrize("exponent", [-126, -100, -24, 16, 80])
