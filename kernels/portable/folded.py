@@ -109,7 +109,7 @@ def launch_folded(
             if terms > 1:
                 matrices = torch.empty(batch * kv_heads, terms, *units.shape, dtype=torch.bfloat16, device=x.device)
             image = None if mean is None else torch.empty(batch * kv_heads, head_dim, device=x.device)
-            prepare_kernel[(batch * kv_heads,)](
+            prepare_kernel[(batch * kv_heads, 3)](
                 units, factor, _batch_stride(factor), mean, _batch_stride(mean), matrices, image, kv_heads,
                 2.0**9 if rotary is not None else 2.0**40,
                 HALF=head_dim // 2, TERMS=terms if terms > 1 else 0, DIVIDES=multiplier is None,
@@ -143,7 +143,7 @@ def _units(hadamard: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype) -> t
     """[H; S H] (D, D/2) with its columns in ``column_order``, and S."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         units = torch.cat([hadamard.float(), signs[:, None] * hadamard.float()])[:, column_order(len(signs))]
-        return units.to(dtype).contiguous(), signs.to(dtype)
+        return units.to(dtype).contiguous(), signs
 
 
 @lru_cache(maxsize=16)

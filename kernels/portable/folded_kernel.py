@@ -118,39 +118,37 @@ def prepare_kernel(
     units, factor_ptr, factor_b, mean_ptr, mean_b, terms_ptr, image_ptr, heads, largest_mean,
     HALF: tl.constexpr, TERMS: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
-    """One program a kv head: the matrix's rows times (or over) ``factor``, in ``TERMS`` BF16 terms that add up to it,
-    and the image of mean over factor.
+    """Of a kv head, one program writes the upper half of the matrix, its rows times (or over) ``factor``, in ``TERMS``
+    BF16 terms that add up to it; one the lower half; and one the image of mean over factor.
 
     ``units`` (2 HALF, HALF) is [H; S H] of +-1 with its columns in ``column_order``. Statistics too large or too small
     for what ``folded_kernel`` assumes become NaN, which makes every tile of the head one that needs care.
     """
-    index = tl.program_id(0).to(tl.int64)
+    index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = index // heads, index % heads
     row, column = tl.arange(0, HALF), tl.arange(0, HALF)
-    channel = HALF // 4 * (column // 2 % 4) + column // 8 * 2 + column % 2
     at = row[:, None] * HALF + column[None, :]
-    sums = ()
-    for half in tl.static_range(2):
-        unit = tl.load(units + half * HALF * HALF + at).to(tl.float32)
-        inside = half * HALF + row
-        if factor_ptr is not None:
-            factor = _fitting(tl.load(factor_ptr + b * factor_b + h * 2 * HALF + inside))
+    if part < 2:
         if TERMS > 0:
+            factor = _fitting(tl.load(factor_ptr + b * factor_b + (h * 2 + part) * HALF + row))
             by = tl.div_rn(tl.full((HALF,), 1.0, tl.float32), factor) if DIVIDES else factor
-            rest = unit * by[:, None]
-            to = terms_ptr + (index * TERMS * 2 + half) * HALF * HALF + at
+            rest = tl.load(units + part * HALF * HALF + at).to(tl.float32) * by[:, None]
+            to = terms_ptr + (index * TERMS * 2 + part) * HALF * HALF + at
             for term in tl.static_range(TERMS):
                 value = cast(rest, tl.bfloat16)
                 tl.store(to + term * 2 * HALF * HALF, value)
                 rest -= decode(value)
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + b * mean_b + h * 2 * HALF + inside)
+    elif mean_ptr is not None:
+        sums = ()
+        for half in tl.static_range(2):
+            inside = h * 2 * HALF + half * HALF + row
+            mean = tl.load(mean_ptr + b * mean_b + inside)
             if factor_ptr is not None:
-                mean = tl.div_rn(mean, factor)
+                mean = tl.div_rn(mean, _fitting(tl.load(factor_ptr + b * factor_b + inside)))
             mean = tl.where(tl.abs(mean) <= largest_mean, mean, float("nan"))
+            unit = tl.load(units + half * HALF * HALF + at).to(tl.float32)
             sums = sums + (tl.sum(mean[:, None] * unit, 0),)
-    if mean_ptr is not None:
-        image = image_ptr + index * 2 * HALF + channel
+        image = image_ptr + index * 2 * HALF + HALF // 4 * (column // 2 % 4) + column // 8 * 2 + column % 2
         tl.store(image, sums[0] + sums[1])
         tl.store(image + HALF, sums[0] - sums[1])
 
@@ -195,10 +193,10 @@ def _multiplied(x, terms, PLAN: tl.constexpr):
 @triton.jit
 def _split_multiplied(x, unit, signs, PLAN: tl.constexpr):
     """FP32 x (tile, half), as the sum of two FP16 values each, times ``signs`` times ``unit``."""
+    if signs is not None:
+        x *= signs[None, :]
     near = x.to(tl.float16)
     rest = (x - near.to(tl.float32)).to(tl.float16)
-    if signs is not None:
-        near, rest = near * signs[None, :], rest * signs[None, :]
     sums = _add_product(rest, unit, tl.full((PLAN.tile, PLAN.head_dim // 2), 0.0, tl.float32))
     return _add_product(near, unit, sums)
 
@@ -286,8 +284,9 @@ def folded_kernel(
         unit = tl.load(units_ptr + channel[:, None] * HALF + channel[None, :])
         signs = tl.load(signs_ptr + channel)
         for item in tl.range(begin, end, num_stages=PLAN.stages):
-            sequence, token = tl.cast(item % (batch * heads), tl.int64), item // (batch * heads) * PLAN.tile
-            b, h, last = sequence // heads, sequence % heads, seqlen - 1 - token
+            number, token = item % (batch * heads), item // (batch * heads) * PLAN.tile
+            b, h = tl.cast(number // heads, tl.int64), tl.cast(number % heads, tl.int64)
+            sequence, last = tl.cast(number, tl.int64), seqlen - 1 - token
             low, high = _load_tile(x_ptr + b * x_b + h * x_h + tl.cast(token, tl.int64) * x_s, last, x_s, PLAN)
             position = tl.cast(first_position + token, tl.int64)
             low, high = _turned(
@@ -309,7 +308,7 @@ def folded_kernel(
     else:
         for number in range(begin // tiles, (end + tiles - 1) // tiles):
             sequence = tl.cast(number, tl.int64)
-            b, h = sequence // heads, sequence % heads
+            b, h = tl.cast(number // heads, tl.int64), tl.cast(number % heads, tl.int64)
             statistics = b * (heads // group) + h // group
             image = None
             upper, lower = _load_terms(terms_ptr + statistics * terms_stride, PLAN)

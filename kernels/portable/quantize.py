@@ -69,14 +69,15 @@ def quantize_qkv(
     rotate = recipe.rotate if recipe.rotate != "none" else None
     transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
     columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
+    # Keys first: of what the statistics read last, some is still in the cache.
+    k, _ = quantize_heads(
+        key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary,
+        mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform,
+    )  # fmt: skip
     q, logit_shift = quantize_heads(
         query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary,
         first_position=masking.diagonal, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
         transform=transform,
-    )  # fmt: skip
-    k, _ = quantize_heads(
-        key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary,
-        mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform,
     )  # fmt: skip
     v, _ = quantize_heads(
         value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=smoothing.v_mean,
@@ -339,7 +340,9 @@ def _launch(
     """
     batch, heads, seqlen, head_dim = x.shape
     widths, spans, rotation = segments
-    if rotation is not None and divisor is not None:  # beside the rotation's own roundings, a reciprocal's is small
+    if (
+        rotation is not None and divisor is not None and not redo
+    ):  # beside the rotation's own roundings, a reciprocal's is small
         multiplier, divisor = divisor.reciprocal(), None
     scaled = fmt is not None and fmt.scaled
     extent = -(-seqlen // 16) * 16 if columns else seqlen  # columns' padding is written too

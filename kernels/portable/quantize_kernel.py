@@ -280,7 +280,7 @@ def _smoothed(x, kept, mean, factor, signs, PLAN: tl.constexpr):
             y *= factor[i][None, :]
         parts = parts + (y,)
     if PLAN.folded:
-        by = signs * factor[1] if factor is not None else signs
+        by = signs * factor[1] if factor is not None and not PLAN.divides else signs
         by = tl.broadcast_to(by[None, :], parts[1].shape)
         parts = (tl.fma(parts[1], by, parts[0]), tl.fma(parts[1], by * -1.0, parts[0]))
     return parts

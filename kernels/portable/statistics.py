@@ -38,13 +38,14 @@ __all__ = ["fit_smoothing"]
 _LARGEST = tl.constexpr(2.0**90)  # finite inputs are brought under it, as in the reference
 _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides, as in the reference
 
-# How many programs share a head's tokens: a function of its length alone, so that a sequence's statistics do not depend
-# on the batch it is in. 64 records of a head are merged at once; at 16 heads of 16,384 tokens there are 1,024 programs
-# each for q and k, eight a multiprocessor of an H200.
+# How programs share a head's tokens: a function of its length alone, so that a sequence's statistics do not depend on
+# the batch it is in. A chunk is long enough to pay off what its program begins and ends with, and 64 records of a head
+# are merged at once.
+_CHUNK = 1024
 _MOST_CHUNKS = 64
-_TILE_ELEMENTS = 8192  # tokens x channels in registers: 64 a thread of 4 warps leave room for four programs
-_MOST_KEY_CHUNKS = 32  # each program begins with its sampled rows, whose cost 16 tiles of keys pay off
-_KEY_TILE = 32
+_TILE_ELEMENTS = 4096  # tokens x channels in registers: 32 a thread, as many sums and as many squares
+_MOST_KEY_CHUNKS = 32
+_KEY_TILE = 64
 _MERGED_CHANNELS = 32  # a program of the second kernel; 128 bytes of a record
 _NO_LIMIT = 2**31 - 1
 
@@ -92,7 +93,7 @@ def fit_smoothing(
     v = _vectorizable(v) if recipe.smooth_v else v
     queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in masking.in_use)
     tiles = ((seqlen_q, _rows(head_dim)), (seqlen_k, _rows(head_dim)), (seqlen_k, _rows(head_dim_v)))
-    chunks = tuple(_chunks(seqlen, rows, _MOST_CHUNKS) for seqlen, rows in tiles)
+    chunks = tuple(_chunks(seqlen, max(rows, _CHUNK), _MOST_CHUNKS) for seqlen, rows in tiles)
     programs = (
         batch * num_q_heads * chunks[0][0] if balanced else 0,
         batch * num_kv_heads * chunks[1][0] if balanced or recipe.smooth_k else 0,
@@ -126,9 +127,10 @@ def fit_smoothing(
         if auto:
             states = _weigh(q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale)
             _decide_kernel[(batch * num_kv_heads,)](
-                states, candidates, k_mean, balance, num_q_heads // num_kv_heads, states.shape[1], head_dim,
-                CHUNKS=triton.next_power_of_2(max(1, states.shape[1])), ROWS=_SAMPLED_ROWS,
-                BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+                q, _steps(q), states, candidates, k_mean, balance, (num_q_heads, num_kv_heads), seqlen_q,
+                states.shape[1], HEAD_DIM=head_dim, CHUNKS=triton.next_power_of_2(max(1, states.shape[1])),
+                ROWS=_SAMPLED_ROWS, BLOCK_D=triton.next_power_of_2(head_dim), ROTATED=recipe.rotate != "none",
+                num_warps=8,
             )  # fmt: skip
     return Smoothing(k_mean, v_mean, balance)
 
@@ -146,7 +148,7 @@ def _weigh(
     """Of the sampled rows' attention to each chunk of keys, what is left to merge: (B * Hq, chunks, 4, rows)."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_k = k.shape[1:3]
-    chunks, chunk = _chunks(seqlen_k, _KEY_TILE, _MOST_KEY_CHUNKS)
+    chunks, chunk = _chunks(seqlen_k, _CHUNK, _MOST_KEY_CHUNKS)
     chunks = chunks if seqlen_q else 0
     states = torch.empty(batch * num_q_heads, chunks, 4, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
     left, right = (_NO_LIMIT if limit is None else min(limit, _NO_LIMIT) for limit in (masking.left, masking.right))
@@ -306,27 +308,26 @@ def _plain_moments(base, steps, first, end, HEAD_DIM: tl.constexpr, ROWS: tl.con
     to the mean of all is at most the root of (deviations' squares / rows of a tile), so that taking it out again
     subtracts from the squares at most t / (t + 1) of them, and what rounding they have grows at most (t + 1)-fold.
     """
-    x = _plain_tile(base, steps, first, HEAD_DIM, ROWS)
-    pivot = tl.zeros([x.shape[1]], tl.float32)
-    sums = pivot
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    pivot = tl.zeros([BLOCK_D], tl.float32)
     if CENTERED:
-        pivot = tl.sum(x, 0) * (1.0 / ROWS)
-        x -= pivot[None, :]
-        sums = tl.sum(x, 0)
-    squares = tl.sum(x * x, 0)
-    for start in tl.range(first + ROWS, end, ROWS):
+        pivot = tl.sum(_plain_tile(base, steps, first, HEAD_DIM, ROWS), 0) * (1.0 / ROWS)
+    sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    squares = sums
+    for start in tl.range(first, end, ROWS, num_stages=3):  # fetched ahead
         x = _plain_tile(base, steps, start, HEAD_DIM, ROWS)
         if CENTERED:
             x -= pivot[None, :]
-            sums += tl.sum(x, 0)
-        squares += tl.sum(x * x, 0)
+            sums += x
+        squares = tl.fma(x, x, squares)
+    sums, squares = tl.sum(sums, 0), tl.sum(squares, 0)
     shift = tl.div_rn(sums, (end - first).to(tl.float32))
     about_mean = squares - sums * shift
     # NaN, infinity and values over the bound leave squares or a mean that are not small. Squares of less than 2^-75 may
     # have vanished, 2^24 of them from a sum of 2^-96 without being missed. A channel that is constant, or nearly, is
     # looked at again: only exact will do. Long chunks whose first tile is unlike the others are, too.
     trusted = (about_mean > 2.0**-96) & (squares < 2.0**110) & (tl.abs(pivot) < 2.0**55) & (about_mean > squares / 64)
-    trusted = trusted | (tl.arange(0, x.shape[1]) >= HEAD_DIM)
+    trusted = trusted | (tl.arange(0, BLOCK_D) >= HEAD_DIM)
     return pivot + shift, tl.sqrt_rn(about_mean), tl.min(trusted.to(tl.int32), 0) > 0
 
 
@@ -398,7 +399,7 @@ def _record(
         mean, norm, trusted = _plain_moments(base, steps, first, end, HEAD_DIM, ROWS, CENTERED)
     if not trusted:
         n, mean, norm, plain = _guarded_moments(
-            base, steps, in_use, in_use_strides, batch, first, end, HEAD_DIM, (ROWS + 3) // 4, CENTERED
+            base, steps, in_use, in_use_strides, batch, first, end, HEAD_DIM, (ROWS + 1) // 2, CENTERED
         )
         n = tl.where(plain > 0, n, -1.0 - n)
     channel = tl.arange(0, BLOCK_D)
@@ -588,75 +589,33 @@ def _channel_block(
     return channel, _bound(q), mean, before, after
 
 
-@triton.jit(
-    do_not_specialize=[
-        "q_steps", "k_steps", "q_in_use_strides", "k_in_use_strides", "mask_strides",
-        "chunks", "heads", "seqlens", "band",
-    ]
-)  # fmt: skip
-def _weigh_kernel(
-    q, q_steps, k, k_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides, mask, mask_strides,
-    candidates, states, log2_scale, chunks, heads, seqlens, band,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    ROTATED: tl.constexpr, BANDED: tl.constexpr,
+@triton.jit
+def _weighed(
+    rows, keys, k_steps, k_in_use, k_in_use_strides, mask, mask_strides, candidates, log2_scale, batch, head, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROTATED: tl.constexpr, BANDED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a head's sampled rows to one chunk of keys; the query heads that read the same chunk are neighbours.
+    """What ``_weigh_kernel`` finds for its rows of its keys: m, l and the squares of e_0 and e_1.
 
-    Of a row r it writes the largest logit m (in log2 units; +inf if any is infinite or NaN: the row is then left out),
-    the sum l of the weights 2^(logit - m), and the weighted norms e_0, e_1 of the errors: with rotation
-    e_c^2 = |q_r b_c|^2 sum_j 2^(logit - m) |(k_j - c) / b_c|^2; without it sum_i q_ri^2 (k_ji - c_i)^2 stands for the
-    two norms, from which the balance cancels. The keys have a power of two of the head taken out.
+    ``PLAIN``: all keys of the head count and are within the bound.
     """
+    q_base, row, sampled, seen_by, q_inverse = rows
+    k_base, first, end, inverse_unit = keys
+    ROWS: tl.constexpr = row.shape[0]
     CHANNEL_BLOCKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
-    group = heads[0] // heads[1]
-    index = tl.program_id(0)
-    member = index % group
-    batch, kv_head, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1])
-    head = kv_head * group + member
-    candidates += (batch * heads[1] + kv_head) * 5 * HEAD_DIM
-    i = tl.arange(0, ROWS)
-    sampled = tl.minimum(seqlens[0], ROWS)
-    row = _sampled_row(i, sampled, seqlens[0])
-    seen_by = _in_use(i < sampled, q_in_use, q_in_use_strides, batch, row)
-    q_base = _row_pointer(q, q_steps, batch, head, row, HEAD_DIM)[:, None]
-    k_base = _row_pointer(k, k_steps, batch, kv_head, 0, HEAD_DIM)
-
-    # What the rows and the head are measured in; a few channels at a time, to need few registers
-    q_norm_before = tl.zeros([ROWS], tl.float32)
-    q_norm_after = tl.zeros([ROWS], tl.float32)
-    largest_k = 0.0
-    for first_channel in tl.range(0, HEAD_DIM, 16):
-        some = first_channel + tl.arange(0, 16)
-        known = some < HEAD_DIM
-        q_part, seen_by = _tile(q_base + some[None, :], (i < sampled)[:, None] & known[None, :], seen_by, False)
-        b_before = tl.load(candidates + HEAD_DIM + some, mask=known, other=1.0)
-        b_after = tl.load(candidates + 2 * HEAD_DIM + some, mask=known, other=1.0)
-        k_rms = tl.load(candidates + 3 * HEAD_DIM + some, mask=known, other=0.0)
-        if ROTATED:
-            q_norm_before = _hypotenuse(q_norm_before, _norm(q_part * b_before[None, :], 1))
-            q_norm_after = _hypotenuse(q_norm_after, _norm(q_part * b_after[None, :], 1))
-        else:
-            q_norm_before = tl.maximum(q_norm_before, tl.max(tl.abs(q_part), 1))
-            k_rms *= b_before
-        largest_k = tl.maximum(largest_k, tl.max(k_rms, 0))
-    inverse_unit = _inverse(_power(largest_k))
-    plain = tl.load(candidates + 4 * HEAD_DIM) > 0
-    if not ROTATED:
-        q_norm_before = _power(q_norm_before)
-        q_norm_after = q_norm_before
-    q_inverse = _inverse(q_norm_before)
-
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     error_before = tl.zeros([ROWS], tl.float32)
     error_after = tl.zeros([ROWS], tl.float32)
     if CHANNEL_BLOCKS == 1:
         channel, q_tile, mean, factor_before, factor_after = _channel_block(
-            q_base, candidates, 0, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
+            q_base, candidates, 0, sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
         )
     for start in tl.range(first, end, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
-        usable = _in_use(key < end, k_in_use, k_in_use_strides, batch, key)
+        usable = key < end
+        if not PLAIN:
+            usable = _in_use(usable, k_in_use, k_in_use_strides, batch, key)
         pointers = _row_pointer(k_base, k_steps, 0, 0, key, HEAD_DIM)[:, None]
         scores = tl.zeros([ROWS, BLOCK_K], tl.float32)
         if ROTATED:
@@ -668,11 +627,11 @@ def _weigh_kernel(
         for block in tl.range(0, CHANNEL_BLOCKS):
             if CHANNEL_BLOCKS > 1:
                 channel, q_tile, mean, factor_before, factor_after = _channel_block(
-                    q_base, candidates, block, i < sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
+                    q_base, candidates, block, sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
                 )
             inside = (key < end)[:, None] & (channel < HEAD_DIM)[None, :]
-            k_tile, usable = _tile(pointers + channel[None, :], inside, usable, plain)
-            scores += _scores(q_tile, k_tile, k.dtype.element_ty)
+            k_tile, usable = _tile(pointers + channel[None, :], inside, usable, PLAIN)
+            scores += _scores(q_tile, k_tile, k_base.dtype.element_ty)
             k_before = k_tile * factor_before[None, :]
             k_after = (k_tile - mean[None, :]) * factor_after[None, :]
             if ROTATED:
@@ -722,30 +681,120 @@ def _weigh_kernel(
             error_before = error_before * decay + tl.sum(weights * before, 1)
             error_after = error_after * decay + tl.sum(weights * after, 1)
         largest = higher
+    return largest, total, error_before, error_after
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_steps", "k_steps", "q_in_use_strides", "k_in_use_strides", "mask_strides",
+        "chunks", "heads", "seqlens", "band",
+    ]
+)  # fmt: skip
+def _weigh_kernel(
+    q, q_steps, k, k_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides, mask, mask_strides,
+    candidates, states, log2_scale, chunks, heads, seqlens, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    ROTATED: tl.constexpr, BANDED: tl.constexpr,
+):  # fmt: skip
+    """Attention of a head's sampled rows to one chunk of keys; the query heads that read the same chunk are neighbours.
+
+    Of a row r it writes the largest logit m (in log2 units; +inf if any is infinite or NaN: the row is then left out),
+    the sum l of the weights 2^(logit - m), and the weighted norms e_0, e_1 of the errors: with rotation
+    e_c^2 = sum_j 2^(logit - m) |(k_j - c) / b_c|^2, which lacks the factor |q_r b_c|; without it
+    sum_i q_ri^2 (k_ji - c_i)^2 stands for the two norms, from which the balance cancels. The keys have a power of two
+    of the head taken out.
+    """
+    group = heads[0] // heads[1]
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the last keys are still in the cache
+    member = index % group
+    batch, kv_head, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1])
+    head = kv_head * group + member
+    candidates += (batch * heads[1] + kv_head) * 5 * HEAD_DIM
+    i = tl.arange(0, ROWS)
+    sampled = tl.minimum(seqlens[0], ROWS)
+    row = _sampled_row(i, sampled, seqlens[0])
+    seen_by = _in_use(i < sampled, q_in_use, q_in_use_strides, batch, row)
+    q_base = _row_pointer(q, q_steps, batch, head, row, HEAD_DIM)[:, None]
+    k_base = _row_pointer(k, k_steps, batch, kv_head, 0, HEAD_DIM)
+
+    # What the head's keys are measured in, and without rotation its queries
+    every = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    k_rms = tl.load(candidates + 3 * HEAD_DIM + every, mask=every < HEAD_DIM, other=0.0)
+    if not ROTATED:
+        k_rms *= tl.load(candidates + HEAD_DIM + every, mask=every < HEAD_DIM, other=1.0)
+    inverse_unit = _inverse(_power(tl.max(k_rms, 0)))
+    q_unit = tl.full([ROWS], 1.0, tl.float32)
+    if not ROTATED:  # a few channels at a time, to need few registers
+        q_unit = tl.zeros([ROWS], tl.float32)
+        for first_channel in tl.range(0, HEAD_DIM, 16):
+            some = first_channel + tl.arange(0, 16)
+            inside = (i < sampled)[:, None] & (some < HEAD_DIM)[None, :]
+            q_part, _ = _tile(q_base + some[None, :], inside, i < sampled, False)
+            q_unit = tl.maximum(q_unit, tl.max(tl.abs(q_part), 1))
+        q_unit = _power(q_unit)
+    q_inverse = _inverse(q_unit)
+
+    rows, keys = (q_base, row, i < sampled, seen_by, q_inverse), (k_base, first, end, inverse_unit)
+    if tl.load(candidates + 4 * HEAD_DIM) > 0:  # all keys count and are within the bound: they are taken as they are
+        largest, total, error_before, error_after = _weighed(
+            rows, keys, k_steps, k_in_use, k_in_use_strides, mask, mask_strides, candidates, log2_scale, batch, head,
+            band, HEAD_DIM, BLOCK_D, BLOCK_K, ROTATED, BANDED, True,
+        )  # fmt: skip
+    else:
+        largest, total, error_before, error_after = _weighed(
+            rows, keys, k_steps, k_in_use, k_in_use_strides, mask, mask_strides, candidates, log2_scale, batch, head,
+            band, HEAD_DIM, BLOCK_D, BLOCK_K, ROTATED, BANDED, False,
+        )  # fmt: skip
     to = states + ((batch * heads[0] + head) * chunks[0] + (index // group) % chunks[0]) * 4 * ROWS + i
     tl.store(to, tl.where(seen_by, largest, -float("inf")))
     tl.store(to + ROWS, total)
-    tl.store(to + 2 * ROWS, q_norm_before * tl.sqrt_rn(error_before))
-    tl.store(to + 3 * ROWS, q_norm_after * tl.sqrt_rn(error_after))
+    tl.store(to + 2 * ROWS, q_unit * tl.sqrt_rn(error_before))
+    tl.store(to + 3 * ROWS, q_unit * tl.sqrt_rn(error_after))
 
 
 # ---- 4. The decision -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
+def _balanced_norms(q_base, candidates, rows, HEAD_DIM: tl.constexpr):
+    """Of the sampled rows (``rows``: which there are): |q b_0|, |q b_1| and which are finite."""
+    before = tl.zeros(rows.shape, tl.float32)
+    after = before
+    finite = rows
+    BLOCK_D: tl.constexpr = min(64, triton.next_power_of_2(HEAD_DIM))
+    for first in tl.range(0, HEAD_DIM, BLOCK_D):
+        channel = first + tl.arange(0, BLOCK_D)
+        inside = channel < HEAD_DIM
+        q, finite = _tile(q_base + channel[None, :], rows[:, None] & inside[None, :], finite, False)
+        b_before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
+        b_after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
+        before = _hypotenuse(before, _norm(q * b_before[None, :], 1))
+        after = _hypotenuse(after, _norm(q * b_after[None, :], 1))
+    return before, after, finite
+
+
+@triton.jit(do_not_specialize=["q_steps", "heads", "seqlen_q", "chunks"])
 def _decide_kernel(
-    states, candidates, k_mean, balance, group, chunks, head_dim,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, q_steps, states, candidates, k_mean, balance, heads, seqlen_q, chunks,
+    HEAD_DIM: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head: ``transforms.mean_out_helps``, and with it the mean to take out and the balance."""
     kv_head = tl.program_id(0).to(tl.int64)
+    group = heads[0] // heads[1]
     chunk = tl.arange(0, CHUNKS)[:, None]
+    i = tl.arange(0, ROWS)
+    sampled = tl.minimum(seqlen_q, ROWS)
+    row = _sampled_row(i, sampled, seqlen_q)
+    candidates += kv_head * 5 * HEAD_DIM
     # Errors of the kv head: the norm over query heads of each head's root mean square over its rows that see a key
     before = 0.0
     after = 0.0
     for member in tl.range(0, group):
-        at = ((kv_head * group + member) * chunks + chunk) * 4 * ROWS + tl.arange(0, ROWS)[None, :]
-        held = chunk < chunks
+        head = kv_head % heads[1] * group + member
+        q_base = _row_pointer(q, q_steps, kv_head // heads[1], head, row, HEAD_DIM)[:, None]
+        norm_before, norm_after, finite = _balanced_norms(q_base, candidates, i < sampled, HEAD_DIM)
+        at = ((kv_head * group + member) * chunks + chunk) * 4 * ROWS + i[None, :]
+        held = (chunk < chunks) & finite[None, :]
         largest = tl.load(states + at, mask=held, other=-float("inf"))
         highest = tl.max(largest, 0)
         counts = tl.abs(highest) < float("inf")
@@ -755,6 +804,9 @@ def _decide_kernel(
         total = tl.load(states + at + ROWS, mask=weighs, other=0.0)
         error_before = tl.load(states + at + 2 * ROWS, mask=weighs, other=0.0)
         error_after = tl.load(states + at + 3 * ROWS, mask=weighs, other=0.0)
+        if ROTATED:
+            error_before *= norm_before[None, :]
+            error_after *= norm_after[None, :]
         power = _power(tl.max(tl.max(tl.maximum(error_before, error_after), 0), 0))
         error_before *= _inverse(power)
         error_after *= _inverse(power)
@@ -767,11 +819,11 @@ def _decide_kernel(
         after = _hypotenuse(after, power * tl.sqrt_rn(mean_after))
     helps = after < before
     channel = tl.arange(0, BLOCK_D)
-    inside = channel < head_dim
-    candidates += kv_head * 5 * head_dim + channel
-    to = kv_head * head_dim + channel
+    inside = channel < HEAD_DIM
+    candidates += channel
+    to = kv_head * HEAD_DIM + channel
     tl.store(k_mean + to, tl.where(helps, tl.load(candidates, mask=inside, other=0.0), 0.0), mask=inside)
     if balance is not None:
-        unsmoothed = tl.load(candidates + head_dim, mask=inside, other=1.0)
-        smoothed = tl.load(candidates + 2 * head_dim, mask=inside, other=1.0)
+        unsmoothed = tl.load(candidates + HEAD_DIM, mask=inside, other=1.0)
+        smoothed = tl.load(candidates + 2 * HEAD_DIM, mask=inside, other=1.0)
         tl.store(balance + to, tl.where(helps, smoothed, unsmoothed), mask=inside)
