@@ -30,12 +30,11 @@ class _Layout(NamedTuple):
 
 
 def _layout(tile: int, rotary: bool, terms: int) -> _Layout:
-    # Measured on an H200 at head dim 128. Few warps a program and several programs hide what each of them waits for;
-    # three with rotary embedding just fit the shared memory.
+    # Measured on an H200 at head dim 128. Few warps a program and several programs hide what each of them waits for.
     if tile == 128:
         return _Layout(8, 2, 2, 128) if rotary or terms == 1 else _Layout(8, 3, 1, 255)
     if rotary:
-        return _Layout(4, 3, 3, 168)
+        return _Layout(4, 3, 2, 255)
     return _Layout(4, 2, 4, 128) if terms == 1 else _Layout(4, 3, 2, 255)
 
 
@@ -50,8 +49,11 @@ def folds(x: torch.Tensor, fmt: Format, granularity: Granularity, rotary: Rotary
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or (smoothed and rotary is None)):
         return False
     tables = () if rotary is None else (rotary.cos, rotary.sin)
-    if rotary is not None and (rotary.interleaved or rotary.channels != x.shape[3] or rotary.cos.dtype != x.dtype):
-        return False
+    if rotary is not None:
+        if rotary.interleaved or rotary.channels != x.shape[3] or rotary.cos.dtype != x.dtype:
+            return False
+        if rotary.cos.stride() != rotary.sin.stride():
+            return False
     return all(_aligned(t) for t in (x, *tables))
 
 
@@ -95,9 +97,11 @@ def launch_folded(
     terms = _TERMS if factor is not None and rotary is None else 1
     layout = _layout(tile, rotary is not None, terms)
     tiles = -(-seqlen // tile)
+    sharing = 2 if rotary is not None and heads % 2 == 0 and tile == 64 else 1
     role = "" if mean is None else "key" if shift is None else "shift"
     plan = FoldedPlan(
-        head_dim=head_dim, tile=tile, blocked=granularity.kind == "block", rotary=rotary is not None, terms=terms,
+        head_dim=head_dim, tile=tile, blocked=granularity.kind == "block",
+        rotary=rotary is not None, sharing=sharing, terms=terms,
         factor=factor is not None and rotary is not None, mean=role,
         dtype=TRITON_DTYPES[fmt.dtype], largest=fmt.max, pow2=pow2, stages=layout.stages,
     )  # fmt: skip
@@ -117,15 +121,12 @@ def launch_folded(
             )  # fmt: skip
         if plan.factor and factor is not None and multiplier is None:
             factor = factor.reciprocal()
-        tables: tuple[torch.Tensor | int | None, ...] = (None, 0, 0, None, 0, 0)
+        tables: tuple[torch.Tensor | int | None, ...] = (None, None, 0, None)
         if rotary is not None:
-            tables = tuple(
-                argument
-                for table in (rotary.cos, rotary.sin)
-                for argument in (table, table.stride(0) if table.ndim == 3 and len(table) > 1 else 0, table.stride(-2))
-            )
+            each = rotary.cos.stride(0) if rotary.cos.ndim == 3 and len(rotary.cos) > 1 else None
+            tables = (rotary.cos, rotary.sin, rotary.cos.stride(-2), each)
         strides = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False))
-        folded_kernel[(min(batch * heads * tiles, layout.programs * multiprocessors(x.device)),)](
+        folded_kernel[(min(batch * heads * tiles // sharing, layout.programs * multiprocessors(x.device)),)](
             x, *strides, codes, codes.stride(1), codes.stride(2), scale, scale.shape[2], shift,
             units, signs, matrices, 0 if terms == 1 else terms * units.numel(), image, factor, _batch_stride(factor),
             heads // kv_heads, matrix_factor, *tables, first_position, batch, heads, seqlen, tiles,

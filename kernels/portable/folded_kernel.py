@@ -25,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode
+from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode, widen
 from fp8attn.kernels.portable.quantize_kernel import scale_of
 
 __all__ = ["FoldedPlan", "column_order", "folded_kernel", "prepare_kernel"]
@@ -38,6 +38,7 @@ class FoldedPlan(NamedTuple):
         head_dim, tile: channels, a power of two; tokens a tile.
         blocked: whether a tile is a block, with one scale; else every token has one.
         rotary: whether tokens are turned first.
+        sharing: of how many heads a program turns a tile at a time, with tables that it loads once.
         terms: how many 16-bit terms the matrix has, one product each (without rotary embedding).
         factor: whether channels are multiplied one by one, after rotary embedding; without that, the terms hold it.
         mean: "" or what the mean's image is for: "key", to take it out; "shift", to be multiplied with.
@@ -49,6 +50,7 @@ class FoldedPlan(NamedTuple):
     tile: int
     blocked: bool
     rotary: bool
+    sharing: int
     terms: int
     factor: bool
     mean: str
@@ -76,18 +78,6 @@ def _in_order(x, PLAN: tl.constexpr):
     HALF: tl.constexpr = PLAN.head_dim // 2
     x = tl.reshape(x, (PLAN.tile // 16, 2, 8, HALF // 8, 4, 2))
     return tl.reshape(tl.permute(x, (1, 0, 2, 4, 3, 5)), (PLAN.tile, HALF))
-
-
-@triton.jit
-def _widened(x):
-    """FP32 of 16 bits. Triton takes BF16's odd elements out of their register first: twice the instructions."""
-    if INTERPRETED or x.dtype != tl.bfloat16:
-        return decode(x)
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000;
-        mov.b32 $0, low; mov.b32 $1, high; }""",
-        "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -202,11 +192,17 @@ def _split_multiplied(x, unit, signs, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _turned(low, high, cos_ptr, cos_p, sin_ptr, sin_p, last, PLAN: tl.constexpr):
-    """Rotary embedding, as FP32. The pointers are to the position of the tile's first row."""
-    row, pair = tl.minimum(_row_order(PLAN), last)[:, None], tl.arange(0, PLAN.head_dim // 2)[None, :]
-    cos, sin = _widened(tl.load(cos_ptr + row * cos_p + pair)), _widened(tl.load(sin_ptr + row * sin_p + pair))
-    low, high = _widened(low), _widened(high)
+def _load_tables(cos_ptr, sin_ptr, row_stride, last, PLAN: tl.constexpr):
+    """Rotary tables for a tile's rows; the pointers are to the position of the first."""
+    row, pair = tl.minimum(_row_order(PLAN), last), tl.arange(0, PLAN.head_dim // 2)
+    at = row[:, None] * row_stride + pair[None, :]
+    return tl.load(cos_ptr + at), tl.load(sin_ptr + at)
+
+
+@triton.jit
+def _turned(low, high, cos, sin):
+    """Rotary embedding, as FP32."""
+    low, high, cos, sin = widen(low), widen(high), widen(cos), widen(sin)
     return tl.fma(high, sin * -1.0, low * cos), tl.fma(low, sin, high * cos)
 
 
@@ -267,8 +263,7 @@ def _store_tile(
 def folded_kernel(
     x_ptr, x_b, x_h, x_s, codes_ptr, head_stride, row_stride, scale_ptr, blocks, shift_ptr,
     units_ptr, signs_ptr, terms_ptr, terms_stride, image_ptr, factor_ptr, factor_b, group, matrix_factor,
-    cos_ptr, cos_b, cos_p, sin_ptr, sin_b, sin_p, first_position,
-    batch, heads, seqlen, tiles, PLAN: tl.constexpr,
+    cos_ptr, sin_ptr, table_p, table_b, first_position, batch, heads, seqlen, tiles, PLAN: tl.constexpr,
 ):  # fmt: skip
     """Quantize this program's share of the tiles; ``tiles``: of a sequence. ``group`` heads share statistics.
 
@@ -276,35 +271,48 @@ def folded_kernel(
     fastest, and rotary tables are found in the cache.
     """
     HALF: tl.constexpr = PLAN.head_dim // 2
-    count, programs, program = tiles * heads * batch, tl.num_programs(0), tl.program_id(0)
+    count, programs, program = tiles * heads * batch // PLAN.sharing, tl.num_programs(0), tl.program_id(0)
     begin = program * (count // programs) + tl.minimum(program, count % programs)
     end = begin + count // programs + (program < count % programs).to(tl.int32)
     if PLAN.rotary:
         channel = tl.arange(0, HALF)
         unit = tl.load(units_ptr + channel[:, None] * HALF + channel[None, :])
         signs = tl.load(signs_ptr + channel)
-        for item in tl.range(begin, end, num_stages=PLAN.stages):
-            number, token = item % (batch * heads), item // (batch * heads) * PLAN.tile
-            b, h = tl.cast(number // heads, tl.int64), tl.cast(number % heads, tl.int64)
-            sequence, last = tl.cast(number, tl.int64), seqlen - 1 - token
-            low, high = _load_tile(x_ptr + b * x_b + h * x_h + tl.cast(token, tl.int64) * x_s, last, x_s, PLAN)
-            position = tl.cast(first_position + token, tl.int64)
-            low, high = _turned(
-                low, high, cos_ptr + b * cos_b + position * cos_p, cos_p, sin_ptr + b * sin_b + position * sin_p,
-                sin_p, last, PLAN,
-            )  # fmt: skip
-            image = None
-            if PLAN.factor:
-                factor = _halves(factor_ptr + b * factor_b + h // group * PLAN.head_dim, PLAN)
-                low, high = low * _fitting(factor[0])[None, :], high * _fitting(factor[1])[None, :]
-            if PLAN.mean != "":
-                image = _halves(image_ptr + (b * (heads // group) + h // group) * PLAN.head_dim, PLAN)
-            _store_tile(
-                _split_multiplied(low, unit, None, PLAN), _split_multiplied(high, unit, signs, PLAN), image,
-                codes_ptr + sequence * head_stride + tl.cast(token, tl.int64) * row_stride, row_stride,
-                scale_ptr + sequence * blocks, shift_ptr + sequence * seqlen if PLAN.mean == "shift" else 0,
-                token, seqlen, matrix_factor, PLAN,
-            )  # fmt: skip
+        # The next item's head, sequence and token are counted on: divisions take long.
+        sharing: tl.constexpr = PLAN.sharing
+        h, b = begin % (heads // sharing) * sharing, begin // (heads // sharing) % batch
+        tile = begin // (heads // sharing * batch)
+        for _ in tl.range(begin, end, num_stages=PLAN.stages):
+            b_long, token = tl.cast(b, tl.int64), tile * PLAN.tile
+            sequence, last = tl.cast(b * heads + h, tl.int64), seqlen - 1 - token
+            start = x_ptr + b_long * x_b + tl.cast(h, tl.int64) * x_h + tl.cast(token, tl.int64) * x_s
+            at = tl.cast(first_position + token, tl.int64) * table_p
+            if table_b is not None:
+                at += b_long * table_b
+            cos, sin = _load_tables(cos_ptr + at, sin_ptr + at, table_p, last, PLAN)
+            raw = ()
+            for i in tl.static_range(sharing):
+                raw = raw + _load_tile(start + tl.cast(x_h, tl.int64) * i, last, x_s, PLAN)
+            for i in tl.static_range(sharing):
+                low, high = _turned(raw[2 * i], raw[2 * i + 1], cos, sin)
+                image = None
+                if PLAN.factor:
+                    factor = _halves(factor_ptr + b_long * factor_b + (h + i) // group * PLAN.head_dim, PLAN)
+                    low, high = low * _fitting(factor[0])[None, :], high * _fitting(factor[1])[None, :]
+                if PLAN.mean != "":
+                    image = _halves(image_ptr + (b_long * (heads // group) + (h + i) // group) * PLAN.head_dim, PLAN)
+                _store_tile(
+                    _split_multiplied(low, unit, None, PLAN), _split_multiplied(high, unit, signs, PLAN), image,
+                    codes_ptr + (sequence + i) * head_stride + tl.cast(token, tl.int64) * row_stride, row_stride,
+                    scale_ptr + (sequence + i) * blocks,
+                    shift_ptr + (sequence + i) * seqlen if PLAN.mean == "shift" else 0,
+                    token, seqlen, matrix_factor, PLAN,
+                )  # fmt: skip
+            h += sharing
+            b += (h == heads).to(tl.int32)
+            h = tl.where(h == heads, 0, h)
+            tile += (b == batch).to(tl.int32)
+            b = tl.where(b == batch, 0, b)
     else:
         for number in range(begin // tiles, (end + tiles - 1) // tiles):
             sequence = tl.cast(number, tl.int64)

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8attn.kernels.portable.numerics import INTERPRETED
+from fp8attn.kernels.portable.numerics import INTERPRETED, decode, widen
 from fp8attn.kernels.problem import Masking
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import Smoothing
@@ -41,7 +41,7 @@ _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides, as in 
 # How programs share a head's tokens: a function of its length alone, so that a sequence's statistics do not depend on
 # the batch it is in. A chunk is long enough to pay off what its program begins and ends with, and 64 records of a head
 # are merged at once.
-_CHUNK = 1024
+_CHUNK, _KEY_CHUNK = 1024, 704
 _MOST_CHUNKS = 64
 _TILE_ELEMENTS = 4096  # tokens x channels in registers: 32 a thread, as many sums and as many squares
 _MOST_KEY_CHUNKS = 32
@@ -125,12 +125,11 @@ def fit_smoothing(
             BLOCK=_MERGED_CHANNELS, num_warps=4,
         )  # fmt: skip
         if auto:
-            states = _weigh(q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale)
+            states, norms = _weigh(q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale)
             _decide_kernel[(batch * num_kv_heads,)](
-                q, _steps(q), states, candidates, k_mean, balance, (num_q_heads, num_kv_heads), seqlen_q,
-                states.shape[1], HEAD_DIM=head_dim, CHUNKS=triton.next_power_of_2(max(1, states.shape[1])),
-                ROWS=_SAMPLED_ROWS, BLOCK_D=triton.next_power_of_2(head_dim), ROTATED=recipe.rotate != "none",
-                num_warps=8,
+                states, norms, candidates, k_mean, balance, num_q_heads // num_kv_heads, states.shape[1],
+                HEAD_DIM=head_dim, CHUNKS=triton.next_power_of_2(max(1, states.shape[1])),
+                ROWS=_SAMPLED_ROWS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
             )  # fmt: skip
     return Smoothing(k_mean, v_mean, balance)
 
@@ -144,13 +143,18 @@ def _weigh(
     recipe: Recipe,
     masking: Masking,
     scale: float,
-) -> torch.Tensor:
-    """Of the sampled rows' attention to each chunk of keys, what is left to merge: (B * Hq, chunks, 4, rows)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the sampled rows: what their attention to each chunk of keys leaves to merge (B * Hq, chunks, 4, rows), and
+    what errors are to be multiplied by (B * Hq, 2, rows), NaN where a row is not finite."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_k = k.shape[1:3]
-    chunks, chunk = _chunks(seqlen_k, _CHUNK, _MOST_KEY_CHUNKS)
+    chunks, chunk = _chunks(seqlen_k, _KEY_CHUNK, _MOST_KEY_CHUNKS)
     chunks = chunks if seqlen_q else 0
-    states = torch.empty(batch * num_q_heads, chunks, 4, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
+    made = torch.empty if chunks else torch.zeros  # without chunks nothing is written
+    states, norms = (
+        made(batch * num_q_heads, *shape, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
+        for shape in ((chunks, 4), (2,))
+    )
     left, right = (_NO_LIMIT if limit is None else min(limit, _NO_LIMIT) for limit in (masking.left, masking.right))
     mask, rotated = masking.mask, recipe.rotate != "none"
     # Channels at a time. Keys are fetched ahead where all of them are one block: what every head of a usual size in 16
@@ -161,13 +165,13 @@ def _weigh(
         _weigh_kernel[(batch * num_q_heads * chunks,)](
             q, _steps(q), k, _steps(k),
             queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2), mask, _strides(mask, 4),
-            candidates, states, scale * math.log2(math.e), (chunks, chunk), (num_q_heads, num_kv_heads),
+            candidates, states, norms, scale * math.log2(math.e), (chunks, chunk), (num_q_heads, num_kv_heads),
             (seqlen_q, seqlen_k), (masking.diagonal, left, right),
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=_KEY_TILE, ROWS=_SAMPLED_ROWS,
             ROTATED=rotated, BANDED=(left, right) != (_NO_LIMIT, _NO_LIMIT),
             num_warps=4, num_stages=3 if block_d >= head_dim else 1,
         )  # fmt: skip
-    return states
+    return states, norms
 
 
 # ---- Shapes and strides ----------------------------------------------------------------------------------------------
@@ -296,7 +300,7 @@ def _in_use(keep, flags, strides, batch, token):
 def _plain_tile(base, steps, start, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
     channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
     pointers = _row_pointer(base, steps, 0, 0, start + tl.arange(0, ROWS), HEAD_DIM)[:, None] + channel
-    return tl.load(pointers, mask=channel < HEAD_DIM, other=0.0).to(tl.float32)
+    return widen(tl.load(pointers, mask=channel < HEAD_DIM, other=0.0))
 
 
 @triton.jit
@@ -546,21 +550,19 @@ def _sampled_row(i, sampled, seqlen):
 
 
 @triton.jit
-def _tile(pointers, inside, keep, plain):
-    """FP32 values, and which rows of ``keep`` are finite. Unless ``plain``, other rows become 0 and values are bounded:
-    what does not count might overflow when squared, and no weight of 0 would stop that."""
+def _tile(pointers, inside, keep):
+    """FP32 values, and which rows of ``keep`` are finite. Other rows become 0 and values are bounded: what does not
+    count might overflow when squared, and no weight of 0 would stop that."""
     x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    if not plain:
-        keep = keep & (tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1) < float("inf"))
-        x = _bound(tl.where(keep[:, None], x, 0.0))
-    return x, keep
+    keep = keep & (tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1) < float("inf"))
+    return _bound(tl.where(keep[:, None], x, 0.0)), keep
 
 
 @triton.jit
 def _scores(a, b, dtype: tl.constexpr):
-    """``a @ b.T`` of FP32 values that ``dtype`` holds exactly, to FP32's accuracy."""
+    """``a @ b.T`` of values that ``dtype`` holds exactly, to FP32's accuracy."""
     if INTERPRETED:
-        return tl.dot(a, tl.trans(b), input_precision="ieee")
+        return tl.dot(a, tl.trans(decode(b)), input_precision="ieee")
     if dtype == tl.float32:
         return tl.dot(a, tl.trans(b), input_precision="tf32x3")
     return tl.dot(a.to(dtype), tl.trans(b.to(dtype)))
@@ -587,6 +589,24 @@ def _channel_block(
         before = tl.minimum(before, 2.0**126)
         after = tl.minimum(after, 2.0**126)
     return channel, _bound(q), mean, before, after
+
+
+@triton.jit
+def _balanced_norms(q_base, candidates, rows, HEAD_DIM: tl.constexpr):
+    """Of the sampled rows (``rows``: which there are): |q b_0|, |q b_1| and which are finite."""
+    before = tl.zeros(rows.shape, tl.float32)
+    after = before
+    finite = rows
+    BLOCK_D: tl.constexpr = min(64, triton.next_power_of_2(HEAD_DIM))
+    for first in tl.range(0, HEAD_DIM, BLOCK_D):
+        channel = first + tl.arange(0, BLOCK_D)
+        inside = channel < HEAD_DIM
+        q, finite = _tile(q_base + channel[None, :], rows[:, None] & inside[None, :], finite)
+        b_before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
+        b_after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
+        before = _hypotenuse(before, _norm(q * b_before[None, :], 1))
+        after = _hypotenuse(after, _norm(q * b_after[None, :], 1))
+    return before, after, finite
 
 
 @triton.jit
@@ -630,8 +650,13 @@ def _weighed(
                     q_base, candidates, block, sampled, inverse_unit, HEAD_DIM, BLOCK_D, ROTATED
                 )
             inside = (key < end)[:, None] & (channel < HEAD_DIM)[None, :]
-            k_tile, usable = _tile(pointers + channel[None, :], inside, usable, PLAIN)
-            scores += _scores(q_tile, k_tile, k_base.dtype.element_ty)
+            if PLAIN:
+                codes = tl.load(pointers + channel[None, :], mask=inside, other=0.0)
+                scores += _scores(q_tile, codes, k_base.dtype.element_ty)
+                k_tile = widen(codes)
+            else:
+                k_tile, usable = _tile(pointers + channel[None, :], inside, usable)
+                scores += _scores(q_tile, k_tile, k_base.dtype.element_ty)
             k_before = k_tile * factor_before[None, :]
             k_after = (k_tile - mean[None, :]) * factor_after[None, :]
             if ROTATED:
@@ -692,7 +717,7 @@ def _weighed(
 )  # fmt: skip
 def _weigh_kernel(
     q, q_steps, k, k_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides, mask, mask_strides,
-    candidates, states, log2_scale, chunks, heads, seqlens, band,
+    candidates, states, norms, log2_scale, chunks, heads, seqlens, band,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     ROTATED: tl.constexpr, BANDED: tl.constexpr,
 ):  # fmt: skip
@@ -729,11 +754,16 @@ def _weigh_kernel(
         for first_channel in tl.range(0, HEAD_DIM, 16):
             some = first_channel + tl.arange(0, 16)
             inside = (i < sampled)[:, None] & (some < HEAD_DIM)[None, :]
-            q_part, _ = _tile(q_base + some[None, :], inside, i < sampled, False)
+            q_part, _ = _tile(q_base + some[None, :], inside, i < sampled)
             q_unit = tl.maximum(q_unit, tl.max(tl.abs(q_part), 1))
         q_unit = _power(q_unit)
     q_inverse = _inverse(q_unit)
 
+    if end == seqlens[1]:  # one chunk of a head, of those that begin early
+        before, after, finite = _balanced_norms(q_base, candidates, i < sampled, HEAD_DIM)
+        to = norms + (batch * heads[0] + head) * 2 * ROWS + i
+        tl.store(to, tl.where(finite, before, float("nan")) if ROTATED else tl.where(finite, 1.0, float("nan")))
+        tl.store(to + ROWS, after if ROTATED else tl.full([ROWS], 1.0, tl.float32))
     rows, keys = (q_base, row, i < sampled, seen_by, q_inverse), (k_base, first, end, inverse_unit)
     if tl.load(candidates + 4 * HEAD_DIM) > 0:  # all keys count and are within the bound: they are taken as they are
         largest, total, error_before, error_after = _weighed(
@@ -755,44 +785,23 @@ def _weigh_kernel(
 # ---- 4. The decision -------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _balanced_norms(q_base, candidates, rows, HEAD_DIM: tl.constexpr):
-    """Of the sampled rows (``rows``: which there are): |q b_0|, |q b_1| and which are finite."""
-    before = tl.zeros(rows.shape, tl.float32)
-    after = before
-    finite = rows
-    BLOCK_D: tl.constexpr = min(64, triton.next_power_of_2(HEAD_DIM))
-    for first in tl.range(0, HEAD_DIM, BLOCK_D):
-        channel = first + tl.arange(0, BLOCK_D)
-        inside = channel < HEAD_DIM
-        q, finite = _tile(q_base + channel[None, :], rows[:, None] & inside[None, :], finite, False)
-        b_before = tl.load(candidates + HEAD_DIM + channel, mask=inside, other=1.0)
-        b_after = tl.load(candidates + 2 * HEAD_DIM + channel, mask=inside, other=1.0)
-        before = _hypotenuse(before, _norm(q * b_before[None, :], 1))
-        after = _hypotenuse(after, _norm(q * b_after[None, :], 1))
-    return before, after, finite
-
-
-@triton.jit(do_not_specialize=["q_steps", "heads", "seqlen_q", "chunks"])
+@triton.jit(do_not_specialize=["group", "chunks"])
 def _decide_kernel(
-    q, q_steps, states, candidates, k_mean, balance, heads, seqlen_q, chunks,
-    HEAD_DIM: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
+    states, norms, candidates, k_mean, balance, group, chunks,
+    HEAD_DIM: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head: ``transforms.mean_out_helps``, and with it the mean to take out and the balance."""
     kv_head = tl.program_id(0).to(tl.int64)
-    group = heads[0] // heads[1]
     chunk = tl.arange(0, CHUNKS)[:, None]
     i = tl.arange(0, ROWS)
-    sampled = tl.minimum(seqlen_q, ROWS)
-    row = _sampled_row(i, sampled, seqlen_q)
     candidates += kv_head * 5 * HEAD_DIM
     # Errors of the kv head: the norm over query heads of each head's root mean square over its rows that see a key
     before = 0.0
     after = 0.0
     for member in tl.range(0, group):
-        head = kv_head % heads[1] * group + member
-        q_base = _row_pointer(q, q_steps, kv_head // heads[1], head, row, HEAD_DIM)[:, None]
-        norm_before, norm_after, finite = _balanced_norms(q_base, candidates, i < sampled, HEAD_DIM)
+        norm = norms + (kv_head * group + member) * 2 * ROWS + i
+        norm_before, norm_after = tl.load(norm), tl.load(norm + ROWS)
+        finite = norm_before == norm_before
         at = ((kv_head * group + member) * chunks + chunk) * 4 * ROWS + i[None, :]
         held = (chunk < chunks) & finite[None, :]
         largest = tl.load(states + at, mask=held, other=-float("inf"))
@@ -804,9 +813,8 @@ def _decide_kernel(
         total = tl.load(states + at + ROWS, mask=weighs, other=0.0)
         error_before = tl.load(states + at + 2 * ROWS, mask=weighs, other=0.0)
         error_after = tl.load(states + at + 3 * ROWS, mask=weighs, other=0.0)
-        if ROTATED:
-            error_before *= norm_before[None, :]
-            error_after *= norm_after[None, :]
+        error_before *= tl.where(finite, norm_before, 0.0)[None, :]
+        error_after *= tl.where(finite, norm_after, 0.0)[None, :]
         power = _power(tl.max(tl.max(tl.maximum(error_before, error_after), 0), 0))
         error_before *= _inverse(power)
         error_after *= _inverse(power)
