@@ -64,8 +64,9 @@ class Recipe:
             bits wide beside an FP8 K, and P beside an FP8 V: the mixed mode, in which K and V are expanded.
         scale_mode: ``"fp32"``, or ``"pow2"`` for powers of two.
         accumulation: ``"fp32"`` (two-level: every tile is summed in FP32). For studies, two models of a tensor core
-            that keeps 13 fraction bits: ``"tensor_core"`` keeps one accumulator in it for all keys,
-            ``"tensor_core_two_level"`` sums each tile in it from zero and adds the tiles in FP32.
+            that keeps 13 fraction bits of FP8 products (of others it keeps all): ``"tensor_core"`` keeps one
+            accumulator in it for all keys, ``"tensor_core_two_level"`` sums each tile in it from zero and adds the
+            tiles in FP32.
 
     Raises:
         ValueError: an unknown value or an impossible combination, with what is accepted.

@@ -26,6 +26,7 @@ LOG2E = math.log2(math.e)
 P_SCALE = 256.0  # 2^8: weights are rounded in (0, 256], of which E4M3 keeps 2^-17 of the largest weight
 _LARGEST_LOGIT = 1e38
 _LARGEST_FACTOR = torch.finfo(torch.float32).max
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _TILE_ELEMENTS = 2**18  # logits of a tile: a few megabytes of working set, which stays in a CPU's cache
 
 
@@ -159,6 +160,11 @@ def _attend_rows(
     qkv, group = problem.qkv, problem.group
     k, k_scale, v, v_scale = decoded
     p_format, accumulation = get_format(qkv.recipe.p_format), qkv.recipe.accumulation
+    # The models are of FP8 products: a tensor core sums INT8 exactly, and 16 bits to FP32's precision.
+    qk_modelled, pv_modelled = (
+        accumulation != "fp32" and all(x.dtype in _FP8 for x in formats)
+        for formats in ((qkv.q.format, qkv.k.format), (p_format, qkv.v.format))
+    )
     num_kv_heads, num_rows = k.shape[0], rows.stop - rows.start
     per_kv_head = (num_kv_heads, group * num_rows, -1)  # one product serves all query heads of a kv head
 
@@ -176,7 +182,7 @@ def _attend_rows(
     acc = q.new_zeros(*per_kv_head[:2], v.shape[-1])
     for tile in _tiles(keys.start, keys.stop, tile_k):
         kt, vt = k[:, tile], v[:, tile]
-        s = torch.bmm(q, kt.mT) if accumulation == "fp32" else tensor_core_matmul(q, kt.mT)
+        s = tensor_core_matmul(q, kt.mT) if qk_modelled else torch.bmm(q, kt.mT)
         # The factors first: bounded, they make no NaN of a logit of 0.
         s.mul_((row_scale * k_scale[:, tile].mT).clamp_(max=_LARGEST_FACTOR))
         if problem.softcap is not None:
@@ -199,10 +205,10 @@ def _attend_rows(
         else:
             p, row_sum, tile_scale = _round_scaled_weights(p, v_scale[:, tile].mT, p_format)
         l = l * alpha + row_sum  # noqa: E741
-        if accumulation == "tensor_core":
+        if pv_modelled and accumulation == "tensor_core":
             acc = tensor_core_matmul(p, vt, acc * alpha)
         else:
-            pv = torch.bmm(p, vt) if accumulation == "fp32" else tensor_core_matmul(p, vt)
+            pv = tensor_core_matmul(p, vt) if pv_modelled else torch.bmm(p, vt)
             acc = acc.mul_(alpha).add_(pv if tile_scale is None else pv * tile_scale)
     heads = (num_kv_heads * group, num_rows, -1)
     return State(m.reshape(heads), l.reshape(heads), acc.reshape(heads))
