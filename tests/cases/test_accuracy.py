@@ -9,7 +9,7 @@ import torch
 
 import fp8attn
 from fp8attn import QuantizedQKV, Recipe
-from oracle import PLAIN, Where, assert_right, attention64, on_codes, relative_error
+from oracle import MODEL, PLAIN, Where, assert_right, attention64, on_codes, relative_error
 
 
 @pytest.mark.gpu
@@ -33,7 +33,7 @@ def test_a_needle_in_a_long_context(depth: float, seqlen_q: int) -> None:
         expected, _ = assert_right(where, qkv, out, lse)
         errors.append(relative_error(out, expected))
         alone = where.run(q[:, :1], k, v, PLAIN)[1]
-        assert relative_error(alone, out[:, :1]) <= where.limit
+        assert relative_error(alone, out[:, :1]) <= MODEL  # other splits of the keys, the same tiles
     assert errors[1] <= 2 * errors[0] + 1e-3  # flat in the number of keys
 
 

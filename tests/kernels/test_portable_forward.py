@@ -220,18 +220,15 @@ def test_broadcast_masks_are_not_expanded() -> None:
 
 def assert_agrees_on_gpu(problem: AttentionProblem, **arguments: Any) -> None:
     """Within the contract's limits for a tensor core, which truncates within a tile."""
-    actual, recipe = attend(problem, **arguments), problem.qkv.recipe
+    actual = attend(problem, **arguments)
     sums, model = (
-        reference.attend(
-            dataclasses.replace(
-                problem, qkv=dataclasses.replace(problem.qkv, recipe=recipe.replace(accumulation=accumulation))
-            ),
-            tile_k=128,
-        )
-        for accumulation in ("fp32", "tensor_core_two_level")
+        reference.attend(dataclasses.replace(problem, qkv=oracle.with_accumulation(problem.qkv, name)), tile_k=128)
+        for name in ("fp32", "tensor_core_two_level")
     )
     # Logits of a sweep reach hundreds, and an additive mask is added to them: FP32's last bit is that of the largest.
-    oracle.assert_agrees_with_tensor_core(actual, model, sums, sums, p_format=recipe.p_format, last_bit=1e-5)
+    oracle.assert_agrees_with_tensor_core(
+        actual, model, sums, sums, p_format=problem.qkv.recipe.p_format, last_bit=1e-5
+    )
 
 
 @pytest.mark.gpu

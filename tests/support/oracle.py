@@ -184,6 +184,11 @@ def on_codes(qkv: QuantizedQKV, **options: Any) -> Answer:
 # ---- how near
 
 
+def with_accumulation(qkv: QuantizedQKV, accumulation: str) -> QuantizedQKV:
+    """The same codes, to be summed in another way by the reference, in FP32."""
+    return dataclasses.replace(qkv, recipe=qkv.recipe.replace(accumulation=accumulation), dtype=torch.float32)
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert torch.equal(actual.isnan(), expected.isnan())
     actual, expected = actual.double().nan_to_num(), expected.double().nan_to_num()
@@ -264,12 +269,9 @@ def assert_right(
     assert out.isfinite().all()
     if where.truncates:
         model, sums = (
-            fp8attn.attention_quantized(
-                dataclasses.replace(qkv, recipe=qkv.recipe.replace(accumulation=accumulation), dtype=torch.float32),
-                return_lse=True, backend="reference", **options,
-            )
-            for accumulation in ("tensor_core_two_level", "fp32")
-        )  # fmt: skip
+            fp8attn.attention_quantized(codes, return_lse=True, backend="reference", **options)
+            for codes in (with_accumulation(qkv, name) for name in ("tensor_core_two_level", "fp32"))
+        )
         assert_agrees_with_tensor_core((out, lse), model, sums, expected, noise=noise, **tolerances)
     else:
         assert_agrees((out, lse), expected, SCHEDULE + noise, **tolerances)
