@@ -5,7 +5,9 @@ On a CPU the kernels run in Triton's interpreter; with ``-m gpu`` the same check
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton decorates a kernel
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8attn.kernels.portable import quantize as quantize_module
@@ -645,19 +647,78 @@ def test_compiled_kernels_are_right(name: str, seed: int) -> None:
         assert torch.equal(getattr(made, x).rows().view(torch.uint8), getattr(again, x).rows().view(torch.uint8))
 
 
-@pytest.mark.gpu
-@settings(max_examples=100)
-@given(cases())
-def test_compiled_kernels_are_right_in_the_sweep(c: Case) -> None:
-    def move(x: Any) -> Any:
-        return x.cuda() if isinstance(x, torch.Tensor) else x
+# Kernels are compiled for most of what a sweep draws, at a second each: so many sets of options, and lengths and data
+# that a set's few kernels serve.
+COMBINATIONS = 16
 
-    masking = Masking(
-        c.masking.seqlen_q, c.masking.seqlen_k, torch.device("cuda"), c.masking.is_causal, c.masking.causal_alignment,
-        c.masking.window, move(c.masking.mask),
+
+@st.composite
+def cases_of_few_kernels(draw: st.DrawFn, number: int, *, device: str = "cuda") -> Case:
+    """``number`` decides what kernels are compiled for; over all numbers every value of every option comes up."""
+
+    def pick(option: str, *values: Any) -> Any:
+        assert len(values) <= COMBINATIONS
+        dealt = [values[i % len(values)] for i in range(COMBINATIONS)]
+        random.Random(option).shuffle(dealt)
+        return dealt[number]
+
+    head_dim = pick("head_dim", 128, 64, 16, 80, 24, 8)
+    assert has_hadamard(head_dim)
+    hadamards = ["random_hadamard"] * 4 + ["hadamard", "block_hadamard"]
+    granularities = ["token", "block", "block:16", "block:7", "block:64", "head", "tensor"]
+    q_format, k_format = pick("qk", ("e4m3", "e4m3"), ("int8", "int8"), ("e5m2", "e4m3"), ("fp16", "e4m3"))
+    v_format, p_format = pick("pv", ("e4m3", "e4m3"), ("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "fp16"))
+    recipe = Recipe(
+        rotate=pick("rotate", *hadamards, "none", "none", "haar", "dct", "sign_flip", "permutation"),
+        q_scale=pick("q_scale", *granularities),
+        k_scale=pick("k_scale", *granularities),
+        v_scale=pick("v_scale", *granularities, "channel", "channel"),
+        q_format=q_format,
+        k_format=k_format,
+        v_format=v_format,
+        p_format=p_format,
+        scale_mode=pick("scale_mode", "fp32", "fp32", "pow2"),
+    )
+    masking: dict[str, Any] = pick(
+        "masking", {}, {}, {"is_causal": True}, {"is_causal": True, "causal_alignment": "bottom_right"},
+        {"window": (3, 2)}, {"mask": "padding"},
     )  # fmt: skip
-    rotary = None if c.rotary is None else Rotary(c.rotary.cos.cuda(), c.rotary.sin.cuda(), c.rotary.interleaved)
-    check(Case(c.q.cuda(), c.k.cuda(), c.v.cuda(), c.recipe, masking, c.smoothing.to("cuda"), rotary))
+    rotaries = itertools.product((head_dim, head_dim // 2), (False, True), (2, 3))
+    batch, uneven = pick("batch", 1, 2), pick("uneven", 0, 7)
+    seqlen_k = 16 * draw(st.integers(8, 40)) + uneven
+    seqlen_q = 16 * draw(st.integers(8, seqlen_k // 16)) + uneven
+    if "mask" in masking:
+        generator = torch.Generator().manual_seed(seqlen_k)
+        hidden = torch.rand(batch, 1, seqlen_q, seqlen_k, generator=generator) < 0.5
+        hidden[:, :, :, seqlen_k // 2 :] = True
+        masking = {"mask": ~hidden.to(device)}
+    return case(
+        recipe,
+        batch=batch,
+        kv_heads=pick("kv_heads", 1, 2),
+        group=pick("group", 1, 2, 3),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=pick("head_dim_v", head_dim, head_dim, 16, 40),
+        dtype=pick("dtype", *DTYPES),
+        layout=pick("layout", "bhsd", "bshd", "bhds", "expanded", "sliced"),
+        seed=draw(st.integers(0, 1000)),
+        spread=draw(st.sampled_from([0.0, 0.0, 6.0])),
+        means=pick("means", False, True),
+        balance=pick("balance", False, True),
+        rotary=pick("rotary", None, None, None, *rotaries),
+        device=device,
+        **masking,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(COMBINATIONS))
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_compiled_kernels_are_right_in_the_sweep(number: int, data: st.DataObject) -> None:
+    check(data.draw(cases_of_few_kernels(number)))
 
 
 @pytest.mark.gpu
