@@ -6,16 +6,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8attn.formats import Format
+from fp8attn.kernels.portable.device import architecture, made_apart, multiprocessors, vectorizable
 from fp8attn.kernels.portable.folded_kernel import FoldedPlan, column_order, folded_kernel, prepare_kernel
-from fp8attn.kernels.portable.numerics import FP8_DTYPES, INTERPRETED, TRITON_DTYPES
+from fp8attn.kernels.portable.numerics import FP8_DTYPES, TRITON_DTYPES
 from fp8attn.kernels.problem import Rotary
 from fp8attn.scaling import Granularity
 
-__all__ = ["architecture", "folds", "launch_folded", "multiprocessors"]
+__all__ = ["folds", "launch_folded"]
 
 _TERMS = 3  # of BF16: an FP32 factor's 24 bits
 
@@ -48,22 +47,9 @@ def folds(x: torch.Tensor, fmt: Format, granularity: Granularity, rotary: Rotary
         return False
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or (smoothed and rotary is None)):
         return False
-    tables = () if rotary is None else (rotary.cos, rotary.sin)
-    if rotary is not None:
-        if rotary.interleaved or rotary.channels != x.shape[3] or rotary.cos.dtype != x.dtype:
-            return False
-        if rotary.cos.stride() != rotary.sin.stride():
-            return False
-    return all(_aligned(t) for t in (x, *tables))
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at a time, and a tile's offsets fit 32 bits."""
-    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
-    return (
-        x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and x.stride(-2) < 2**24
-        and not any(stride % 16 for stride in strides[:-1])
-    )  # fmt: skip
+    if rotary is None:
+        return True
+    return not rotary.interleaved and rotary.channels == x.shape[3] and rotary.cos.dtype == x.dtype
 
 
 def launch_folded(
@@ -89,6 +75,9 @@ def launch_folded(
     The rotation is ``matrix_factor * [[H, H], [S H, -S H]]`` with ``hadamard`` H and ``signs`` S. ``mean`` is for the
     shift if there is one, with channels multiplied; else it is taken out, and channels are divided.
     """
+    x = vectorizable(x)
+    if x.stride(2) >= 2**24:  # a tile's offsets have 32 bits
+        x = x.contiguous()
     batch, heads, seqlen, head_dim = x.shape
     tile = granularity.size if granularity.kind == "block" else 64
     factor = divisor if multiplier is None else multiplier
@@ -123,8 +112,10 @@ def launch_folded(
             factor = factor.reciprocal()
         tables: tuple[torch.Tensor | int | None, ...] = (None, None, 0, None)
         if rotary is not None:
-            each = rotary.cos.stride(0) if rotary.cos.ndim == 3 and len(rotary.cos) > 1 else None
-            tables = (rotary.cos, rotary.sin, rotary.cos.stride(-2), each)
+            cos, sin = vectorizable(rotary.cos), vectorizable(rotary.sin)
+            if cos.stride() != sin.stride():
+                cos, sin = cos.contiguous(), sin.contiguous()
+            tables = (cos, sin, cos.stride(-2), cos.stride(0) if cos.ndim == 3 and len(cos) > 1 else None)
         strides = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False))
         folded_kernel[(min(batch * heads * tiles // sharing, layout.programs * multiprocessors(x.device)),)](
             x, *strides, codes, codes.stride(1), codes.stride(2), scale, scale.shape[2], shift,
@@ -139,20 +130,13 @@ def _batch_stride(statistic: torch.Tensor | None) -> int:
     return 0 if statistic is None or len(statistic) == 1 else statistic.stride(0)
 
 
-@lru_cache(maxsize=32)  # as ``quantize._rotation``, whose tensors these are made of
+@lru_cache(maxsize=32)
 def _units(hadamard: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """[H; S H] (D, D/2) with its columns in ``column_order``, and S."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        units = torch.cat([hadamard.float(), signs[:, None] * hadamard.float()])[:, column_order(len(signs))]
-        return units.to(dtype).contiguous(), signs
 
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        upper = hadamard.cpu().float()
+        units = torch.cat([upper, signs.cpu()[:, None] * upper])[:, column_order(len(signs))]
+        return units.to(dtype).contiguous().to(hadamard.device), signs
 
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    # On a CPU, the interpreter's programs run one after another: a few, so that each has several tiles.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def architecture() -> int:
-    """90 for sm_90; 0 in the interpreter."""
-    return 0 if INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
+    return made_apart(make)

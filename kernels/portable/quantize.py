@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8attn.formats import Format, get_format
-from fp8attn.kernels.portable.folded import architecture, folds, launch_folded, multiprocessors
+from fp8attn.kernels.portable.device import architecture, made_apart, multiprocessors
+from fp8attn.kernels.portable.folded import folds, launch_folded
 from fp8attn.kernels.portable.numerics import TRITON_DTYPES
 from fp8attn.kernels.portable.quantize_kernel import Plan, quantize_kernel, redo_kernel
 from fp8attn.kernels.portable.values import launch_values
@@ -187,32 +187,36 @@ def _span(width: int) -> int:
     return max(16, triton.next_power_of_2(width))  # a tensor core's operands start at 16
 
 
-# Bounded: 32 rotations of head dim 256 are 2 MB. As in transforms.orthogonal._matrix, the cache outlives its caller's
-# modes.
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # 2 MB of head dim 256
 def _rotation(transform: Transform, device: torch.device, exact_dtype: torch.dtype | None, halves: bool) -> _Rotation:
     """``exact_dtype``: of an input that is multiplied as it is; ``halves``: whether the tile can come in two halves."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+
+    def on_device(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype).contiguous().to(device)
+
+    def make() -> _Rotation:
         matrix = transform.matrix(dtype=torch.float64, device="cpu").contiguous()  # kernels read it in row order
         factor = float(matrix.abs().max())
         units = (matrix / factor).round()
         # Entries of one magnitude, which all Hadamard matrices have: to float64's rounding, 2^-52 of the magnitude.
         if bool(((matrix / factor - units).abs() < 2.0**-40).all()):
             if exact_dtype is not None:
-                return _Rotation(units.to(device, exact_dtype), None, factor, None, 1)
+                return _Rotation(on_device(units, exact_dtype), None, factor, None, 1)
             half = len(units) // 2
             block, signs = units[:half, :half], units[half : 2 * half, :1] * units[:half, :1]
             upper, lower = torch.cat([block, block], dim=1), signs * torch.cat([block, -block], dim=1)
             if halves and torch.equal(units, torch.cat([upper, lower])):
-                high = block.to(device, torch.float16).contiguous()
-                return _Rotation(high, None, factor, signs[:, 0].to(device, torch.float32).contiguous(), 2)
-            return _Rotation(units.to(device, torch.float16), None, factor, None, 2)
+                high = on_device(block, torch.float16)
+                return _Rotation(high, None, factor, on_device(signs[:, 0], torch.float32), 2)
+            return _Rotation(on_device(units, torch.float16), None, factor, None, 2)
         # Entries up to 2^13, so that small ones keep their bits; with rows up to 2^15, sums of 256 terms are far from
         # FP32's largest.
         power = 2.0 ** (13 - math.frexp(factor)[1])
         high = (matrix * power).to(torch.float16)
         low = (matrix * power - high.double()).to(torch.float16)
         return _Rotation(high.to(device), low.to(device), 1 / power, None, 3)
+
+    return made_apart(make)
 
 
 # ---- One tensor ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8attn.kernels.portable.device import row_alignment, vectorizable
 from fp8attn.kernels.portable.numerics import INTERPRETED, decode, widen
 from fp8attn.kernels.problem import Masking
 from fp8attn.recipe import Recipe
@@ -88,9 +89,9 @@ def fit_smoothing(
         return Smoothing(k_mean, v_mean, balance)
     if rotary is not None:
         q, k = rotary.rotate(_bounded(q), masking.diagonal), rotary.rotate(_bounded(k))
-    q = _vectorizable(q) if balanced or auto else q
-    k = _vectorizable(k) if balanced or recipe.smooth_k else k
-    v = _vectorizable(v) if recipe.smooth_v else v
+    q = vectorizable(q) if balanced or auto else q
+    k = vectorizable(k) if balanced or recipe.smooth_k else k
+    v = vectorizable(v) if recipe.smooth_v else v
     queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in masking.in_use)
     tiles = ((seqlen_q, _rows(head_dim)), (seqlen_k, _rows(head_dim)), (seqlen_k, _rows(head_dim_v)))
     chunks = tuple(_chunks(seqlen, max(rows, _CHUNK), _MOST_CHUNKS) for seqlen, rows in tiles)
@@ -188,11 +189,6 @@ def _rows(head_dim: int) -> int:
     return max(1, min(128, _TILE_ELEMENTS // triton.next_power_of_2(head_dim)))
 
 
-def _alignment(head_dim: int) -> int:
-    """Elements that the rows of a contiguous tensor are aligned to: 16 at most, a power of two."""
-    return math.gcd(head_dim, 16)
-
-
 def _strides(x: torch.Tensor | None, axes: int) -> tuple[int, ...]:
     """In elements, 0 along axes of one element, which then serve any index."""
     return (0,) * axes if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
@@ -204,16 +200,7 @@ def _steps(x: torch.Tensor) -> tuple[int, ...]:
     So the compiler knows the alignment and chooses the same vectors, and with them the same order of sums, for all
     strides of a head dim.
     """
-    return tuple(stride // _alignment(x.shape[3]) for stride in _strides(x, 4)[:3])
-
-
-def _vectorizable(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy whose tokens lie at aligned addresses with their channels side by side."""
-    *outer, inner = _strides(x, 4)
-    aligned = x.data_ptr() % 16 == 0 and not any(stride % _alignment(x.shape[3]) for stride in outer)
-    if aligned and (inner == 1 or x.shape[3] == 1):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return tuple(stride // row_alignment(x.shape[3]) for stride in _strides(x, 4)[:3])
 
 
 def _bounded(x: torch.Tensor) -> torch.Tensor:
@@ -282,7 +269,7 @@ def _chunk_of(index, heads, chunks, seqlen):
 @triton.jit
 def _row_pointer(x, steps, batch, head, token, HEAD_DIM: tl.constexpr):
     """Where a token's channels begin; ``steps`` as ``_steps`` makes them."""
-    ALIGNMENT: tl.constexpr = (HEAD_DIM | 16) & -(HEAD_DIM | 16)  # the largest power of two in both, as _alignment
+    ALIGNMENT: tl.constexpr = (HEAD_DIM | 16) & -(HEAD_DIM | 16)  # the largest power of two in both, as row_alignment
     offset = tl.cast(steps[0], tl.int64) * batch + tl.cast(steps[1], tl.int64) * head
     return x + (offset + tl.cast(steps[2], tl.int64) * token) * ALIGNMENT
 

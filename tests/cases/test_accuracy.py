@@ -30,7 +30,8 @@ def test_a_needle_in_a_long_context(depth: float, seqlen_q: int) -> None:
         k[:, :, needle] = 0.5 * math.log(seqlen_k) / 128**0.5 / 0.5  # a logit of ln(Sk): half of the weight
         v[:, :, needle] = -3.0
         qkv, out, lse = where.run(q, k, v, PLAIN)
-        expected, _ = assert_right(where, qkv, out, lse)
+        # Beside the needle's weight those of all other keys, the other half, are E4M3's smallest numbers.
+        expected, _ = assert_right(where, qkv, out, lse, tail=MODEL)
         errors.append(relative_error(out, expected))
         alone = where.run(q[:, :1], k, v, PLAIN)[1]
         assert relative_error(alone, out[:, :1]) <= MODEL  # other splits of the keys, the same tiles

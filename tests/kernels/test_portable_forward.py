@@ -307,6 +307,7 @@ def test_offsets_need_64_bits() -> None:
         },
         dtype=torch.bfloat16,
     )  # fmt: skip
-    out, _ = attend(AttentionProblem(many, masking, math.sqrt(1 / 128)))
-    first, _ = attend(AttentionProblem(dataclasses.replace(one, dtype=torch.bfloat16), masking, math.sqrt(1 / 128)))
+    out, _ = attend(AttentionProblem(many, masking, math.sqrt(1 / 128)), splits=1)
+    one = dataclasses.replace(one, dtype=torch.bfloat16)
+    first, _ = attend(AttentionProblem(one, masking, math.sqrt(1 / 128)), splits=1)
     assert torch.equal(out[0, 0], first[0, 0]) and torch.equal(out[0, -1], first[0, 0])
