@@ -1,7 +1,8 @@
 """How fast the Triton quantizer moves data, against a copy on the device measured in the same rounds.
 
 Run ``python -m fp8attn.analysis.bench.quantizer [OUT.json]`` on an idle GPU. Times are of CUDA graphs, so that no
-launch from Python counts; the functions take turns within a round. Bytes are those of the input, the codes and the
+launch from Python counts (but the copy's, which a graph would hand to a slower engine); the functions take turns within
+a round. Bytes are those of the input, the codes and the
 scales (and of the rotary tables), once. ``--search`` times other configurations than the default ones.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,23 +34,31 @@ ROUNDS = 25
 DEFAULT_RECIPE = ((1, 16384), (4, 4096))  # (batch, tokens) at which q, k and v are quantized together
 
 
+def _repeat(function: Callable[[], object]) -> None:
+    for _ in range(CALLS):
+        function()
+
+
 def medians(functions: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float, float]]:
     """(p10, median, p90) in ms of each function, in turn, by events around a graph of several calls."""
-    graphs = {}
+    runs: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
         for _ in range(2):  # compiles, and fills the allocator's cache
             function()
         torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS):
-                function()
+        if name == "copy":
+            runs[name] = partial(_repeat, function)
+            continue
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _repeat(function)
+        runs[name] = graph.replay
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(ROUNDS):
-        for name, graph in graphs.items():
+        for name, run in runs.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            graph.replay()
+            run()
             end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end) / CALLS)
@@ -126,23 +136,32 @@ def one_tensor(head_dim: int, megabytes: int, granularity: str, search: bool) ->
 
 
 def all_three(batch: int, seqlen: int) -> list[dict[str, Any]]:
-    """q, k and v by the default recipe: with the statistics, and with frozen ones."""
+    """q, k and v by the default recipe: with the statistics, and with frozen ones; and beside it the attention."""
+    from fp8attn.kernels.portable.forward import attend
     from fp8attn.kernels.portable.quantize import quantize_qkv
     from fp8attn.kernels.portable.statistics import fit_smoothing
-    from fp8attn.kernels.problem import Masking
+    from fp8attn.kernels.problem import AttentionProblem, Masking
 
     shape = (batch, HEADS, seqlen, 128)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     masking, recipe, scale = Masking(seqlen, seqlen, q.device), Recipe(), 128**-0.5
     frozen = fit_smoothing(q, k, v, recipe, masking, scale=scale)
+    problem = AttentionProblem(quantize_qkv(q, k, v, recipe, masking, scale=scale), masking, scale)
     times = medians(
         {
+            "attention": lambda: attend(problem),
             "statistics included": lambda: quantize_qkv(q, k, v, recipe, masking, scale=scale),
             "statistics frozen": lambda: quantize_qkv(q, k, v, recipe, masking, scale=scale, smoothing=frozen),
         }
     )
-    moved = 3 * (q.nbytes + q.numel())
-    return [row("fp8attn-triton", shape, t, moved, input=f"q, k and v, {name}") for name, t in times.items()]
+    moved, attention = 3 * (q.nbytes + q.numel()), times.pop("attention")
+    return [
+        row(
+            "fp8attn-triton", shape, t, moved, input=f"q, k and v, {name}", attention_ms=round(attention[1], 4),
+            fraction_of_attention=round(t[1] / attention[1], 3),
+        )
+        for name, t in times.items()
+    ]  # fmt: skip
 
 
 def provenance() -> dict[str, Any]:
@@ -162,7 +181,7 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "fp8attn": fp8attn.__version__,
-        "commit": output("git", "rev-parse", "HEAD"),
+        "commit": os.environ.get("GIT_COMMIT") or output("git", "rev-parse", "HEAD"),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": " ".join(["python -m fp8attn.analysis.bench.quantizer", *sys.argv[1:]]),
     }
@@ -185,6 +204,8 @@ def main() -> None:
     for made in rows:
         size = f"{made['batch']} x {made['num_q_heads']} x {made['seqlen_q']:>6} x {made['head_dim']:<3}"
         share = f"{made['fraction_of_copy']:6.1%} of the copy" if "fraction_of_copy" in made else ""
+        if "fraction_of_attention" in made:
+            share = f"{made['fraction_of_attention']:6.1%} of the attention's time"
         print(
             f"{made['impl']:14} {made['input']:32} {made.get('granularity', ''):6} {size} {made['median_ms']:8.4f} ms "
             f"{made['gbps']:7.1f} GB/s {share} {made.get('config', '')}"

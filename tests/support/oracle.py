@@ -239,8 +239,8 @@ def assert_agrees(
 def assert_agrees_with_tensor_core(
     actual: Answer, model: Answer, sums: Answer, exact: Answer, *, noise: float = 0.0, **options: Any
 ) -> None:
-    """Within MODEL of the tensor core's model, or of exact sums (a head dim in several products loses less); and of what
-    is right, within EXACT_SUMS or the model's own loss.
+    """Within MODEL of the tensor core's model, or of exact sums (a head dim in several products loses less); and of
+    what is right, within EXACT_SUMS or the model's own loss.
 
     The loss is what tells ``model`` from ``sums``, the same reference with exact sums: no fault of the reference passes
     for one. By the triangle inequality |actual - exact| <= |actual - model| + |model - sums| + |sums - exact|,
