@@ -1,69 +1,29 @@
 """How fast the Triton quantizer moves data, against a copy on the device measured in the same rounds.
 
-Run ``python -m fp8attn.analysis.bench.quantizer [OUT.json]`` on an idle GPU. Times are of CUDA graphs, so that no
-launch from Python counts (but the copy's, which a graph would hand to a slower engine); the functions take turns within
-a round. Bytes are those of the input, the codes and the
-scales (and of the rotary tables), once. ``--search`` times other configurations than the default ones.
+Run ``python -m fp8attn.analysis.bench.quantizer [OUT.json]`` on an idle GPU. Bytes are those of the input, the codes and
+the scales (and of the rotary tables), once. ``--search`` times other configurations than the default ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import fp8attn
-from fp8attn.files import whole_file
+from fp8attn.analysis.bench.measure import medians, provenance, write
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import make_transform
 
 HEADS = 16
 MEGABYTES = (256, 1024)  # of BF16 input
-CALLS = 4  # a graph
-ROUNDS = 25
+COLUMNS = [
+    "impl", "input", "granularity", "batch", "num_q_heads", "seqlen_q", "head_dim", "median_ms", "gbps",
+    "fraction_of_copy", "fraction_of_attention",
+]  # fmt: skip
 DEFAULT_RECIPE = ((1, 16384), (4, 4096))  # (batch, tokens) at which q, k and v are quantized together
-
-
-def _repeat(function: Callable[[], object]) -> None:
-    for _ in range(CALLS):
-        function()
-
-
-def medians(functions: dict[str, Callable[[], object]]) -> dict[str, tuple[float, float, float]]:
-    """(p10, median, p90) in ms of each function, in turn, by events around a graph of several calls."""
-    runs: dict[str, Callable[[], object]] = {}
-    for name, function in functions.items():
-        for _ in range(2):  # compiles, and fills the allocator's cache
-            function()
-        torch.cuda.synchronize()
-        if name == "copy":
-            runs[name] = partial(_repeat, function)
-            continue
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            _repeat(function)
-        runs[name] = graph.replay
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / CALLS)
-    deciles = {name: statistics.quantiles(values[2:], n=10, method="inclusive") for name, values in times.items()}
-    return {name: (d[0], d[4], d[8]) for name, d in deciles.items()}
 
 
 def row(
@@ -164,29 +124,6 @@ def all_three(batch: int, seqlen: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def provenance() -> dict[str, Any]:
-    import triton
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-            ).stdout.split("\n")[0]
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "fp8attn": fp8attn.__version__,
-        "commit": os.environ.get("GIT_COMMIT") or output("git", "rev-parse", "HEAD"),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": " ".join(["python -m fp8attn.analysis.bench.quantizer", *sys.argv[1:]]),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", help="write the result as JSON, whole or not at all")
@@ -211,9 +148,7 @@ def main() -> None:
             f"{made['gbps']:7.1f} GB/s {share} {made.get('config', '')}"
         )
     if options.out:
-        result = {"schema": 1, "provenance": provenance(), "rows": rows}
-        with whole_file(options.out) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(options.out, "The quantizer on one GPU", provenance("fp8attn.analysis.bench.quantizer"), rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""What the GPU benchmarks share: fair timing, where results come from, and the files they go into."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8attn
+from fp8attn.files import whole_file
+
+__all__ = ["medians", "provenance", "write"]
+
+Function = Callable[[], object]
+
+
+def medians(
+    functions: Mapping[str, Function], *, graphs: bool = True, calls: int = 4, rounds: int = 25
+) -> dict[str, tuple[float, float, float]]:
+    """(p10, median, p90) in ms of a call of each function, by events around ``calls`` of them.
+
+    The functions take turns within a round, in both directions, and the first two rounds do not count. With ``graphs``
+    CUDA graphs are timed, so that no launch from Python counts; but not of a function named ``"copy"``, which a graph
+    would hand to a slower engine.
+    """
+    runs: dict[str, Function] = {}
+    for name, function in functions.items():
+
+        def repeat(function: Function = function) -> None:
+            for _ in range(calls):
+                function()
+
+        for _ in range(2):  # compiles, and fills the allocator's cache
+            function()
+        torch.cuda.synchronize()
+        runs[name] = repeat
+        if graphs and name != "copy":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                repeat()
+            runs[name] = graph.replay
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for number in range(rounds + 2):
+        for name in list(runs)[:: -1 if number % 2 else 1]:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            runs[name]()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / calls)
+    deciles = {name: statistics.quantiles(values[2:], n=10, method="inclusive") for name, values in times.items()}
+    return {name: (d[0], d[4], d[8]) for name, d in deciles.items()}
+
+
+def provenance(module: str, **more: Any) -> dict[str, Any]:
+    """With what a result was made; the commit from ``GIT_COMMIT`` where the sources are not a repository."""
+    import triton
+
+    def output(*command: str) -> str | None:
+        try:
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+            ).stdout.split("\n")[0]
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "fp8attn": fp8attn.__version__,
+        "commit": os.environ.get("GIT_COMMIT") or output("git", "rev-parse", "HEAD"),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        **more,
+    }
+
+
+def write(path: str, title: str, origin: Mapping[str, Any], rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """The result as JSON at ``path`` and, beside it, ``columns`` as a table in Markdown; each whole or not at all."""
+    with whole_file(path) as temporary:
+        result = {"schema": 1, "provenance": dict(origin), "rows": rows}
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    made_with = ", ".join(f"{key} {value}" for key, value in origin.items() if key not in ("command", "ceilings"))
+    lines = [f"# {title}", "", f"`{origin['command']}`: {made_with}.", ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
+    with whole_file(Path(path).with_suffix(".md")) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
