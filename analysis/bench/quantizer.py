@@ -1,7 +1,7 @@
 """How fast the Triton quantizer moves data, against a copy on the device measured in the same rounds.
 
-Run ``python -m fp8attn.analysis.bench.quantizer [OUT.json]`` on an idle GPU. Bytes are those of the input, the codes and
-the scales (and of the rotary tables), once. ``--search`` times other configurations than the default ones.
+Run ``python -m fp8attn.analysis.bench.quantizer [OUT.json]`` on an idle GPU. Bytes are those of the input, of the
+codes and the scales (and of the rotary tables), once. ``--search`` times other configurations than the default ones.
 """
 
 from __future__ import annotations
