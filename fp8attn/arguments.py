@@ -12,12 +12,12 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
 
-from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
+from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary, Sequences
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import Smoothing, make_transform
 
@@ -220,6 +220,11 @@ class Inputs:
         one = qkv.q.codes.new_empty(1)
         return cls(one.expand(qkv.q.shape), one.expand(qkv.k.shape), one.expand(qkv.v.shape), "bhsd", False)
 
+    def cut(self, seqlen_q: int, seqlen_k: int) -> Inputs:
+        """The first tokens, or of a packed batch a sequence's shapes."""
+        query, key, value = self.query[:, :, :seqlen_q], self.key[:, :, :seqlen_k], self.value[:, :, :seqlen_k]
+        return replace(self, query=query, key=key, value=value)
+
     def output_shape(self) -> tuple[int, ...]:
         batch, heads, seqlen, _ = self.query.shape
         dim = self.value.shape[-1]
@@ -325,6 +330,16 @@ def check_cu_seqlens(**cu_seqlens: torch.Tensor) -> None:
             raise ValueError(f"{name} must have shape (sequences + 1,), got {tuple(x.shape)}")
 
 
+def check_max_seqlens(**max_seqlens: int | None) -> None:
+    for name, x in max_seqlens.items():
+        if x is None:
+            continue
+        if not isinstance(x, int) or isinstance(x, bool):
+            raise TypeError(f"{name} must be an int or None, got {type(x).__name__}")
+        if x < 0:
+            raise ValueError(f"{name} must be at least 0, got {x}")
+
+
 def check_as_many_sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
     num_q, num_k = cu_seqlens_q.shape[0] - 1, cu_seqlens_k.shape[0] - 1  # not len(), which no symbol survives
     if num_q != num_k:
@@ -337,3 +352,17 @@ def starts(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
     if values[0] != 0 or values[-1] != total or any(a > b for a, b in itertools.pairwise(values)):
         raise ValueError(f"{name} must start at 0, never fall and end at the number of tokens ({total}), got {values}")
     return values
+
+
+def sequences(side: str, cu_seqlens: torch.Tensor, total: int, longest: int | None, device: torch.device) -> Sequences:
+    """Of queries (side ``"q"``) or keys (``"k"``). Values are checked where they lie on the host; nothing waits."""
+    if cu_seqlens.device.type == "cpu":
+        values = starts(f"cu_seqlens_{side}", cu_seqlens, total)
+        actual = max((b - a for a, b in itertools.pairwise(values)), default=0)
+        if longest is not None and longest < actual:
+            raise ValueError(
+                f"max_seqlen_{side} must be at least the longest sequence's {actual} tokens, got {longest}"
+            )
+        longest = actual
+    longest = total if longest is None else min(longest, total)
+    return Sequences(cu_seqlens.to(device).contiguous(), total, longest)

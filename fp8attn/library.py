@@ -3,7 +3,7 @@
 An op takes tensors, numbers and strings (a recipe as its JSON). It checks shapes, chooses a backend and runs it; its
 fake implementation makes the same checks and returns empty tensors of the same shapes, dtypes and strides. The public
 functions call the ops without a compiler too, so that there is one way that everything goes; it costs some ten
-microseconds a call. Only ``attention_varlen`` waits for the device.
+microseconds a call. Nothing waits for the device, but ``attention_varlen`` where a backend takes one sequence a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8attn.arguments import Inputs, check_as_many_sequences, check_transform, recipe_of, scale_or_default, starts
+from fp8attn.arguments import (
+    Inputs,
+    check_as_many_sequences,
+    check_transform,
+    recipe_of,
+    scale_or_default,
+    sequences,
+    starts,
+)
 from fp8attn.formats import get_format
 from fp8attn.kernels.dispatch import Backend, choose
-from fp8attn.kernels.problem import AttentionProblem, Masking, QuantizedQKV, Rotary
+from fp8attn.kernels.problem import AttentionProblem, Masking, Packing, QuantizedQKV, Rotary
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
 from fp8attn.transforms import Smoothing
@@ -180,13 +188,15 @@ class Call:
     def masking(self) -> Masking:
         return self.inputs.masking(*self.visibility)
 
-    def quantized(self, masking: Masking, scale: float) -> QuantizedQKV:
+    def smoothing(self) -> Smoothing | None:
         given = self.quantization
-        smoothing = Smoothing(given.k_mean, given.v_mean, given.balance) if given.frozen else None
+        return Smoothing(given.k_mean, given.v_mean, given.balance) if given.frozen else None
+
+    def quantized(self, masking: Masking, scale: float) -> QuantizedQKV:
         inputs = self.inputs
         return self.backend.quantize(
             inputs.query, inputs.key, inputs.value, self.recipe, masking,
-            scale=scale, smoothing=smoothing, rotary=given.rotary(),
+            scale=scale, smoothing=self.smoothing(), rotary=self.quantization.rotary(),
         )  # fmt: skip
 
     def problem_without_values(self, softmax: Softmax) -> AttentionProblem:
@@ -361,53 +371,94 @@ def backend_for(qkv: QuantizedQKV, name: str) -> Backend:
 # ---- attention_varlen
 
 
+class Packed(NamedTuple):
+    """The op's arguments that ``attention`` has not; then come ``Softmax`` and ``Quantization``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    is_causal: bool
+    causal_alignment: str
+    window: tuple[int, int]
+    backend: str
+
+
 def _attention_varlen(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, (query, key, value), (cu_q, cu_k), rest = _check_varlen(*arguments)
-    starts_q = starts("cu_seqlens_q", cu_q, query.shape[0])
-    starts_k = starts("cu_seqlens_k", cu_k, key.shape[0])
-    check_as_many_sequences(cu_q, cu_k)
-    out = query.new_zeros(inputs.output_shape()[1:])
-    lse = query.new_full((out.shape[1], out.shape[0]), -torch.inf, dtype=torch.float32)
+    given, softmax, quantization = _grouped(arguments, Packed, Softmax, Quantization)
+    call = _check_varlen(given, softmax, quantization)
+    query, cu_seqlens = given.query, (given.cu_seqlens_q, given.cu_seqlens_k)
+    packing = Packing(
+        sequences("q", cu_seqlens[0], query.shape[0], given.max_seqlen_q, query.device),
+        sequences("k", cu_seqlens[1], given.key.shape[0], given.max_seqlen_k, query.device),
+    )
+    check_as_many_sequences(*cu_seqlens)
+    if call.backend.attend_packed is not None and query.numel() and packing.queries.count:
+        rotary, inputs = quantization.rotary(), call.inputs
+        _check_packed_rotary(inputs, rotary, given)
+        with torch.autocast(query.device.type, enabled=False):
+            made = call.backend.attend_packed(
+                inputs.query, inputs.key, inputs.value, call.recipe, call.masking(), packing,
+                scale=scale_or_default(softmax.scale, query.shape[-1]), smoothing=call.smoothing(), rotary=rotary,
+                softcap=softmax.softcap, sinks=inputs.sinks(softmax.sinks),
+            )  # fmt: skip
+        if made is not None:
+            return made
+    return _attention_one_by_one(given, call, (*softmax, *quantization))
+
+
+def _attention_one_by_one(
+    given: Packed, call: Call, softmax_and_quantization: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a packed batch, every sequence by itself: this waits for the device to know them."""
+    starts_q = starts("cu_seqlens_q", given.cu_seqlens_q, given.query.shape[0])
+    starts_k = starts("cu_seqlens_k", given.cu_seqlens_k, given.key.shape[0])
+    rest = (*call.visibility, *softmax_and_quantization, True, "bshd", given.backend)
+    out = given.query.new_zeros(call.inputs.output_shape()[1:])
+    lse = given.query.new_full((out.shape[1], out.shape[0]), -torch.inf, dtype=torch.float32)
     for n in range(len(starts_q) - 1):
         rows, keys = slice(starts_q[n], starts_q[n + 1]), slice(starts_k[n], starts_k[n + 1])
-        part, part_lse = _attention(query[None, rows], key[None, keys], value[None, keys], *rest)
+        part, part_lse = _attention(given.query[None, rows], given.key[None, keys], given.value[None, keys], *rest)
         out[rows], lse[:, rows] = part[0], part_lse[0]
     return out, lse
 
 
 def _attention_varlen_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, (query, *_), cu_seqlens, _ = _check_varlen(*arguments)
-    check_as_many_sequences(*cu_seqlens)
-    out = query.new_empty(inputs.output_shape()[1:])
-    return out, query.new_empty((out.shape[1], out.shape[0]), dtype=torch.float32)
+    given, softmax, quantization = _grouped(arguments, Packed, Softmax, Quantization)
+    inputs = _check_varlen(given, softmax, quantization).inputs
+    check_as_many_sequences(given.cu_seqlens_q, given.cu_seqlens_k)
+    out = given.query.new_empty(inputs.output_shape()[1:])
+    return out, given.query.new_empty((out.shape[1], out.shape[0]), dtype=torch.float32)
 
 
-def _check_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    is_causal: bool,
-    causal_alignment: str,
-    window: tuple[int, int],
-    backend: str,
-    *rest: Any,
-) -> tuple[Inputs, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """Checks all tokens as one sequence; the last of the results are ``_attention``'s arguments after the tensors."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def _check_varlen(given: Packed, softmax: Softmax, quantization: Quantization) -> Call:
+    """Checks all tokens as one sequence."""
+    for name, x in (("query", given.query), ("key", given.key), ("value", given.value)):
         if x.dim() != 3:
             raise ValueError(f"{name} must have 3 dimensions (tokens, heads, head_dim), got shape {tuple(x.shape)}")
-    softmax, quantization = _grouped(rest, Softmax, Quantization)
-    visibility = Visibility(None, is_causal, causal_alignment, window)
-    placement = Placement(True, "bshd", backend)
-    # All tokens together have positions that no sequence has: each is checked when it is run.
+    visibility = Visibility(None, given.is_causal, given.causal_alignment, given.window)
+    # All tokens together have positions that no sequence has: those are checked when it is run.
     unturned = quantization._replace(rotary_cos=None, rotary_sin=None)
-    inputs = Call.check(
-        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), visibility, unturned, placement
-    ).inputs
-    inputs.sinks(softmax.sinks)
-    return inputs, (query, key, value), (cu_q, cu_k), (*visibility, *softmax, *quantization, *placement)
+    call = Call.check(
+        given.query.unsqueeze(0), given.key.unsqueeze(0), given.value.unsqueeze(0), visibility, unturned,
+        Placement(True, "bshd", given.backend),
+    )  # fmt: skip
+    call.inputs.sinks(softmax.sinks)
+    return call
+
+
+def _check_packed_rotary(inputs: Inputs, rotary: Rotary | None, given: Packed) -> None:
+    """Whether the tables reach every position, where ``cu_seqlens`` lie on the host; else what shapes can tell."""
+    if rotary is None:
+        return
+    inputs.cut(0, 0).check_rotary(rotary, given.causal_alignment)
+    if given.cu_seqlens_q.device.type == given.cu_seqlens_k.device.type == "cpu":
+        lengths = (cu_seqlens.diff().tolist() for cu_seqlens in (given.cu_seqlens_q, given.cu_seqlens_k))
+        for seqlen_q, seqlen_k in zip(*lengths, strict=True):
+            inputs.cut(seqlen_q, seqlen_k).check_rotary(rotary, given.causal_alignment)
 
 
 # ---- registration
@@ -458,8 +509,9 @@ _register(
     _attention_quantized_fake,
 )
 _register(
-    f"attention_varlen({_QKV}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, bool is_causal, str causal_alignment, "
-    f"SymInt[] window, str backend, {_SOFTMAX}, {_QUANTIZATION}) -> (Tensor, Tensor)",
+    f"attention_varlen({_QKV}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    f"bool is_causal, str causal_alignment, SymInt[] window, str backend, {_SOFTMAX}, {_QUANTIZATION}) -> "
+    "(Tensor, Tensor)",
     _attention_varlen,
     _attention_varlen_fake,
 )

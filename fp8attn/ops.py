@@ -14,6 +14,7 @@ import torch
 from fp8attn.arguments import (
     check_choices,
     check_cu_seqlens,
+    check_max_seqlens,
     check_no_dropout,
     check_out,
     check_tensors,
@@ -219,6 +220,8 @@ def attention_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     causal_alignment: str = "bottom_right",
@@ -234,8 +237,12 @@ def attention_varlen(
 ) -> Result:
     """Attention within each sequence of a packed batch, as FlashAttention's ``flash_attn_varlen_func``.
 
-    Every sequence has scales and statistics of its own, so it gets the same bits alone as in a batch. Empty sequences
-    are allowed; a query whose sequence has no keys gets 0 and lse -inf.
+    Every sequence has scales and statistics of its own, as if it were alone. Empty sequences are allowed; a query whose
+    sequence has no keys gets 0 and lse -inf (or its sink).
+
+    On the Triton backend the batch is one, and nothing waits for the device: ``cu_seqlens`` on a GPU are read there,
+    and may change between replays of a CUDA graph. So nobody checks their values; if they end before the last token,
+    those after it get 0 and -inf. On the host they are checked.
 
     Args:
         query: (Tq, Hq, D), the tokens of all sequences one after another.
@@ -244,9 +251,12 @@ def attention_varlen(
         cu_seqlens_q: (N + 1,) int32 or int64: sequence n owns query tokens cu_seqlens_q[n] to cu_seqlens_q[n + 1].
             Starts at 0, never falls, ends at Tq.
         cu_seqlens_k: the same for keys.
+        max_seqlen_q, max_seqlen_k: tokens that no sequence has more of. They change nothing but how much work is laid
+            out for sequences that might be long, where ``cu_seqlens`` are on a GPU.
         causal_alignment: ``"bottom_right"`` by default, as in FlashAttention.
         smoothing: frozen statistics that serve every sequence (a batch axis of 1).
-        rotary: positions count from each sequence's first key.
+        rotary: positions count from each sequence's first key. Where ``cu_seqlens`` are on a GPU, a position that the
+            tables do not have makes NaN.
 
     Other arguments and errors are those of ``attention``.
 
@@ -261,10 +271,11 @@ def attention_varlen(
     """
     check_tensors(query=query, key=key, value=value, sinks=sinks)
     check_cu_seqlens(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     check_choices(is_causal=is_causal, causal_alignment=causal_alignment)
     check_name(backend)
     result, lse = torch.ops.fp8attn.attention_varlen.default(
-        query, key, value, cu_seqlens_q, cu_seqlens_k,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         is_causal, causal_alignment, window_sides(window), backend,
         softmax_scale(scale), softcap_or_none(softcap), sinks,
         recipe_text(recipe), smoothing is not None, *smoothing_parts(smoothing), *rotary_parts(rotary),

@@ -10,7 +10,7 @@ import torch
 
 from fp8attn.kernels import reference
 from fp8attn.kernels.portable import support as triton_support
-from fp8attn.kernels.problem import AttentionProblem, QuantizedQKV
+from fp8attn.kernels.problem import AttentionProblem, Masking, Packing, QuantizedQKV
 from fp8attn.recipe import Recipe
 
 __all__ = ["BACKENDS", "Backend", "check_name", "choose", "reasons"]
@@ -28,6 +28,9 @@ class Backend:
         unsupported: by device, recipe, head_dim and head_dim_v: None, or why it cannot run such a problem.
         v_layout: by recipe: the layout (``scaling.LAYOUTS``) in which ``quantize`` stores values.
         describe: what it would do with a problem (tile sizes, splits), by name, from shapes and dtypes alone.
+        attend_packed: quantization and attention of a packed batch at once, without waiting for the device: takes (T,
+            H, D) tensors in the form (1, H, T, D), recipe, masking, packing and the options of ``quantize`` and
+            ``AttentionProblem``, returns (T, Hq, Dv) and (Hq, T). None, or a result of None: sequence by sequence.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Backend:
     unsupported: Callable[[torch.device, Recipe, int, int], str | None]
     v_layout: Callable[[Recipe], str]
     describe: Callable[[AttentionProblem], dict[str, str]] | None = None
+    attend_packed: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
 
 
 # Triton's kernels are imported by the first problem that they run: importing Triton takes a second.
@@ -51,6 +55,28 @@ def _triton_quantize(query: torch.Tensor, *args: Any, **options: Any) -> Quantiz
     from fp8attn.kernels.portable.quantize import quantize_qkv
 
     return quantize_qkv(query, *args, **options)
+
+
+def _triton_attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    recipe: Recipe,
+    masking: Masking,
+    packing: Packing,
+    *,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < (8, 9):
+        return None  # as the reference quantizes
+    from fp8attn.kernels.portable.forward import attend
+    from fp8attn.kernels.portable.packed import PackedProblem
+    from fp8attn.kernels.portable.quantize import quantize_qkv
+
+    qkv = quantize_qkv(query, key, value, recipe, masking, packing=packing, **options)
+    return attend(PackedProblem(qkv, masking, options["scale"], softcap, sinks, packing))
 
 
 def _triton_describe(problem: AttentionProblem) -> dict[str, str]:
@@ -70,6 +96,7 @@ BACKENDS = {
             triton_support.unsupported,
             triton_support.v_layout,
             _triton_describe,
+            _triton_attend_packed,
         ),
         Backend("reference", reference.attend, reference.quantize_qkv, lambda *_: None, lambda _: "rows"),
     )

@@ -11,7 +11,7 @@ import torch
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor, load_tensors, save_tensors
 
-__all__ = ["AttentionProblem", "Masking", "QuantizedQKV", "Rotary"]
+__all__ = ["AttentionProblem", "Masking", "Packing", "QuantizedQKV", "Rotary", "Sequences"]
 
 _EXTRAS = ("logit_shift", "v_mean", "keys_in_use")
 
@@ -124,6 +124,39 @@ class Masking:
             queries = by_query if queries is None else by_query & queries
             keys = by_key if keys is None else by_key & keys
         return queries, keys
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The queries, or the keys, of a packed batch: N sequences, one after another.
+
+    Attributes:
+        cu_seqlens: (N + 1,) int32 or int64, on the device, contiguous: sequence n owns tokens cu_seqlens[n] to
+            cu_seqlens[n + 1]. Nobody on the host looks at its values.
+        total: tokens there are.
+        longest: tokens that no sequence has more of.
+    """
+
+    cu_seqlens: torch.Tensor
+    total: int
+    longest: int
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.cu_seqlens.shape[0] - 1
+
+    def units(self, size: int) -> int:
+        """Room for every sequence in units of ``size`` tokens, rounded up, whatever the lengths are."""
+        return self.total // size + self.count
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the sequences of a packed batch lie. Both sides have as many."""
+
+    queries: Sequences
+    keys: Sequences
 
 
 @dataclass(frozen=True, eq=False)

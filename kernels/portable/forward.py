@@ -13,6 +13,8 @@ of ``edge_n``. Where query tiles do not fill the GPU, several programs share the
 Codes are read through tensor descriptors (TMA where the GPU has it), which fill with zeros beyond the end of a head: no
 tile reads another head's NaN. Offsets into anything else are 64 bits wide.
 
+A packed batch (``packed.py``) is one launch too: a program finds its sequence, and goes on as if that were the batch.
+
 Where logits may exceed 1e38, which the contract clamps, the scale that would take them there is bounded instead.
 """
 
@@ -42,6 +44,7 @@ from fp8attn.kernels.portable.numerics import (
     program_id,
     row_sums,
 )
+from fp8attn.kernels.portable.packed import ALIGNMENT, PackedProblem, PackedTensor, bounds, find_sequence, first_unit
 from fp8attn.kernels.portable.tuning import Config, choose_config, choose_splits, programs
 from fp8attn.kernels.problem import AttentionProblem
 from fp8attn.scaling import QuantizedTensor
@@ -52,6 +55,8 @@ _LOG2E = tl.constexpr(math.log2(math.e))
 _LARGEST_LOGIT = tl.constexpr(1e38)
 _LARGEST_FACTOR = tl.constexpr(torch.finfo(torch.float32).max)
 _SMALLEST = tl.constexpr(2.0**-126)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_ONE_SCALE = tl.constexpr(2**30)  # tokens that share a scale where all do
 _P_BITS = tl.constexpr(8.0)  # weights are rounded in units of 2^-8
 _FRAGMENTS_HOLD: dict[str, bool] = {}  # of compiled kernels by their hash
 
@@ -121,7 +126,7 @@ def _permuted(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _tile(
-    q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, plane, n, acc, m, l, row_factor, shift, rows,
+    q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, plane, first_key, n, acc, m, l, row_factor, shift, rows,
     seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
     diagonal, left, right, softcap, largest_factor, first_slice,
     MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -131,14 +136,17 @@ def _tile(
     FRAGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys from n to n + BLOCK_N into the state (acc, m, l). ``k_factor`` is their scale if they share it."""
+    """Takes the keys from n to n + BLOCK_N into the state (acc, m, l). ``k_factor`` is their scale if they share it.
+
+    ``first_key``: where the codes of the sequence begin in their plane.
+    """
     keys = n + tl.arange(0, BLOCK_N)
     factor = row_factor * k_factor
-    s = _scores(q, k_desc, plane, n, K_DTYPE, BLOCK_N, CHUNK)
+    s = _scores(q, k_desc, plane, first_key + n, K_DTYPE, BLOCK_N, CHUNK)
     if NEGATE:
         s = -s
     if q[0].dtype == tl.int8:
-        s = tl.where(_int8_nan(q, k_desc, plane, n, BLOCK_N, CHUNK), float("nan"), s)
+        s = tl.where(_int8_nan(q, k_desc, plane, first_key + n, BLOCK_N, CHUNK), float("nan"), s)
     if SOFTCAP != "none" or MASK == "additive" or K_PER_KEY or UNBOUNDED:
         # Everything that needs whole logits: to log2 units first, then what the masks say.
         if K_PER_KEY:
@@ -206,9 +214,9 @@ def _tile(
     for i in tl.static_range(len(acc)):
         column = (first_slice + i) * SLICE
         if V_ROWS:
-            v = tl.reshape(v_desc.load([plane, n, column]), [BLOCK_N, SLICE])
+            v = tl.reshape(v_desc.load([plane, first_key + n, column]), [BLOCK_N, SLICE])
         else:
-            v = tl.reshape(v_desc.load([plane, column, n]), [SLICE, BLOCK_N]).T
+            v = tl.reshape(v_desc.load([plane, column, first_key + n]), [SLICE, BLOCK_N]).T
         pv = product(p8, v, V_DTYPE)
         if V_PER_KEY:
             pv = pv * tile_scale[:, None]
@@ -287,13 +295,38 @@ def _place(work, seqlen_q, num_q_heads, splits, BLOCK_M: tl.constexpr, SLICE_GRO
 
 
 @triton.jit
+def _packed_place(
+    work, cu_seqlens, sequences, query_tiles, total, num_q_heads,
+    BLOCK_M: tl.constexpr, SLICE_GROUPS: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """(Query tile, group of value slices, head, sequence, its first token, its length) of a program of a packed batch.
+
+    There is room for ``query_tiles``; programs without one get -1.
+    """
+    sequence, begin, length, tile = find_sequence(cu_seqlens, sequences, work % query_tiles, BLOCK_M, total)
+    work = work // query_tiles
+    tiles = tl.cdiv(length, BLOCK_M)
+    tile = tl.where(tile < tiles, tiles - 1 - tile if LAST else tile, -1)
+    return tile, work % SLICE_GROUPS, work // SLICE_GROUPS, sequence, begin, length
+
+
+@triton.jit
+def _first_scale(sequence, head, heads, begin, length, stride_b, stride_h, SIZE: tl.constexpr):
+    """Where the scales of a head of a packed sequence begin; ``SIZE`` tokens share one (``PackedTensor``)."""
+    if SIZE < _ONE_SCALE:
+        return first_unit(begin.to(tl.int64), sequence, SIZE) * heads + head * tl.cdiv(length, SIZE)
+    return sequence.to(tl.int64) * stride_b + head * stride_h
+
+
+@triton.jit
 def _forward(
     q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, logit_shift, v_mean, sinks, mask,
     out, lse, part_m, part_l,
     scale, softcap, largest_factor,
     seqlen_q, seqlen_k, head_dim_v, num_q_heads, group, diagonal, left, right, splits, key_tiles_a_split,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, stride_vc,
-    stride_mb, stride_mh, stride_mq, stride_mk,
+    stride_mb, stride_mh, stride_mq, stride_mk, q_cu_seqlens, k_cu_seqlens, sequences, query_tiles,
+    BOTTOM_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EVEN: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr, SINKS: tl.constexpr, SHIFT: tl.constexpr, V_MEAN: tl.constexpr, SPLIT: tl.constexpr,
     UNBOUNDED: tl.constexpr, K_PER_KEY: tl.constexpr, V_PER_KEY: tl.constexpr, V_ROWS: tl.constexpr,
@@ -303,18 +336,47 @@ def _forward(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, SLICE_GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE_N: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    query_tile, slice_group, head, split, batch = _place(
-        tl.program_id(0), seqlen_q, num_q_heads, splits, BLOCK_M, SLICE_GROUPS, HAS_RIGHT
-    )
-    q_plane = batch * num_q_heads + head
-    kv_head = head // group
-    kv_plane = batch * (num_q_heads // group) + kv_head
-    batch = batch.to(tl.int64)
+    PACKED: tl.constexpr = q_cu_seqlens is not None
+    first_query, first_key, total_q = 0, 0, seqlen_q
+    if PACKED:
+        query_tile, slice_group, head, batch, first_token, seqlen_q = _packed_place(
+            tl.program_id(0), q_cu_seqlens, sequences, query_tiles, seqlen_q, num_q_heads, BLOCK_M, SLICE_GROUPS,
+            HAS_RIGHT,
+        )  # fmt: skip
+        if query_tile < 0:
+            return
+        first_k_token, seqlen_k = bounds(k_cu_seqlens, batch, seqlen_k)
+        first_query = first_unit(first_token, batch, _ALIGNMENT) * _ALIGNMENT
+        first_key = first_unit(first_k_token, batch, _ALIGNMENT) * _ALIGNMENT
+        diagonal = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
+        q_plane = head
+        kv_head = head // group
+        kv_plane = kv_head
+        first_token = first_token.to(tl.int64)
+        if SHIFT:
+            logit_shift += first_token * num_q_heads
+        q_scale += _first_scale(batch, head, num_q_heads, first_token, seqlen_q, stride_qb, stride_qh, Q_SIZE)
+        k_scale += _first_scale(
+            batch, kv_head, num_q_heads // group, first_k_token, seqlen_k, stride_kb, stride_kh, K_SIZE
+        )
+        if V_PER_KEY:
+            v_scale += _first_scale(
+                batch, kv_head, num_q_heads // group, first_k_token, seqlen_k, stride_vb, stride_vh, V_SIZE
+            )
+        split = 0
+    else:
+        query_tile, slice_group, head, split, batch = _place(
+            tl.program_id(0), seqlen_q, num_q_heads, splits, BLOCK_M, SLICE_GROUPS, HAS_RIGHT
+        )
+        q_plane = batch * num_q_heads + head
+        kv_head = head // group
+        kv_plane = batch * (num_q_heads // group) + kv_head
+        batch = batch.to(tl.int64)
 
-    q_scale += batch * stride_qb + head * stride_qh
-    k_scale += batch * stride_kb + kv_head * stride_kh
-    if V_PER_KEY:
-        v_scale += batch * stride_vb + kv_head * stride_vh
+        q_scale += batch * stride_qb + head * stride_qh
+        k_scale += batch * stride_kb + kv_head * stride_kh
+        if V_PER_KEY:
+            v_scale += batch * stride_vb + kv_head * stride_vh
     if MASK != "none":
         mask += batch * stride_mb + head.to(tl.int64) * stride_mh
 
@@ -323,7 +385,7 @@ def _forward(
     in_rows = rows < seqlen_q
     q = ()
     for i in tl.static_range(CHUNKS):
-        chunk = q_desc.load([q_plane, first_row, i * CHUNK])
+        chunk = q_desc.load([q_plane, first_query + first_row, i * CHUNK])
         q = q + (tl.reshape(chunk, [BLOCK_M, CHUNK]),)  # type: ignore[assignment]
     row_factor = tl.load(q_scale + (rows // Q_SIZE) * stride_qs, mask=in_rows, other=0.0) * scale
     shift = tl.zeros([BLOCK_M], tl.float32)
@@ -364,7 +426,7 @@ def _forward(
         for n in tl.range(begin, whole_begin, EDGE_N, num_stages=EDGE_STAGES):
             k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(
-                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
+                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, first_key, n, acc, m, l,
                 row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
@@ -377,7 +439,7 @@ def _forward(
             k_factor = k_next  # asked for a tile ahead: nothing waits for it
             k_next = _tile_scale(k_scale, n + BLOCK_N, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(
-                q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
+                q, k_desc, v_desc, k_scale, k_factor, v_scale, mask, kv_plane, first_key, n, acc, m, l,
                 row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 False, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
@@ -388,7 +450,7 @@ def _forward(
         for n in tl.range(whole_end, end, EDGE_N, num_stages=EDGE_STAGES):
             k_factor = _tile_scale(k_scale, n, seqlen_k, stride_ks, K_SIZE, K_PER_KEY)
             acc, m, l = _tile(
-                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, n, acc, m, l,
+                q, k_edge_desc, v_edge_desc, k_scale, k_factor, v_scale, mask, kv_plane, first_key, n, acc, m, l,
                 row_factor, shift, rows, seqlen_q, seqlen_k, stride_ks, stride_vs, stride_mq, stride_mk,
                 diagonal, left, right, softcap, largest_factor, first_slice,
                 True, HAS_LEFT, HAS_RIGHT, MASK, SOFTCAP, SHIFT, NEGATE, UNBOUNDED, K_PER_KEY, V_PER_KEY,
@@ -396,12 +458,15 @@ def _forward(
                 BLOCK_M, EDGE_N, CHUNK, SLICE,
             )  # fmt: skip
 
-    query_tile, slice_group, head, split, batch = _place(
-        program_id(), seqlen_q, num_q_heads, splits, BLOCK_M, SLICE_GROUPS, HAS_RIGHT
-    )
+    if not PACKED:
+        query_tile, slice_group, head, split, batch = _place(
+            program_id(), seqlen_q, num_q_heads, splits, BLOCK_M, SLICE_GROUPS, HAS_RIGHT
+        )
     rows = query_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = rows < seqlen_q
     q_plane = batch.to(tl.int64) * num_q_heads + head
+    if PACKED:
+        q_plane = head.to(tl.int64)
     kv_head = head // group
     first_slice = slice_group * SLICES
     if SPLIT:
@@ -419,6 +484,10 @@ def _forward(
             if NEGATE:
                 shift = -shift
         factor, mean_weight, row_lse = _finish(m, l, sinks, head, shift, SINKS, SHIFT and SOFTCAP == "none")
+        out_rows = plane_rows
+        if PACKED:  # out is (T, H, Dv), lse (H, T)
+            out_rows = (first_token + rows) * num_q_heads + head
+            plane_rows = q_plane * total_q + first_token + rows
         if slice_group == 0:
             tl.store(lse + plane_rows, row_lse, mask=in_rows)
         if not V_PER_KEY:
@@ -428,7 +497,7 @@ def _forward(
         for i in tl.static_range(SLICES):
             _store_slice(
                 acc[i], factor, mean_weight, out, v_scale, v_mean, stride_vc, (first_slice + i) * SLICE,
-                plane_rows * head_dim_v, in_rows, head_dim_v, V_PER_KEY, V_MEAN, SLICE,
+                out_rows * head_dim_v, in_rows, head_dim_v, V_PER_KEY, V_MEAN, SLICE,
             )  # fmt: skip
 
 
@@ -497,13 +566,19 @@ def attend(
     kernels that were launched are appended to ``compiled``, for those who want to look at them.
 
     Returns:
-        out (B, Hq, Sq, Dv) in ``problem.qkv.dtype`` and lse (B, Hq, Sq) in FP32.
+        out (B, Hq, Sq, Dv) in ``problem.qkv.dtype`` and lse (B, Hq, Sq) in FP32; of a ``PackedProblem`` (T, Hq, Dv) and
+        (Hq, T), 0 and -inf for tokens of no sequence.
     """
     qkv, masking = problem.qkv, problem.masking
+    packing = problem.packing if isinstance(problem, PackedProblem) else None
     batch, num_q_heads, seqlen_q, head_dim = qkv.q.shape
     seqlen_k, head_dim_v, device = qkv.k.shape[2], qkv.v.shape[3], qkv.q.device
     out = torch.empty(batch, num_q_heads, seqlen_q, head_dim_v, dtype=qkv.dtype, device=device)
     lse = torch.empty(batch, num_q_heads, seqlen_q, dtype=torch.float32, device=device)
+    if packing is not None:
+        out = torch.zeros(seqlen_q, num_q_heads, head_dim_v, dtype=qkv.dtype, device=device)
+        lse = torch.full((num_q_heads, seqlen_q), -torch.inf, dtype=torch.float32, device=device)
+        splits = 1
     if lse.numel() == 0:
         return out, lse
     q_format, p_format = qkv.q.format, get_format(qkv.recipe.p_format)
@@ -519,7 +594,7 @@ def attend(
 
     # FP8 weights need values with their keys together; anything wider takes them as rows.
     v_rows = p_format.dtype.itemsize > 1
-    q, k, v = _planes(qkv.q), _planes(qkv.k), _planes(qkv.v.to_layout("rows" if v_rows else "permuted_columns"))
+    q, k, v = _planes(qkv.q), _planes(qkv.k), _planes(_in_layout(qkv.v, "rows" if v_rows else "permuted_columns"))
     arch = _arch()
     if 0 < arch < 89:  # the compiler knows no FP8 there: 16-bit products of what is read as bytes
         k, v = (x.view(torch.uint8) if x.dtype in FP8_DTYPES else x for x in (k, v))
@@ -555,17 +630,25 @@ def attend(
     options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
+    grid, query_tiles = programs(problem, config) * splits, 0
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if packing is not None:
+        query_tiles = packing.queries.units(config.block_m)
+        grid = query_tiles * num_q_heads * slice_groups
+        cu_seqlens = packing.queries.cu_seqlens, packing.keys.cu_seqlens
     launch = partial(
-        _forward[(programs(problem, config) * splits,)],
+        _forward[(grid,)],
         q_desc, k_desc, v_desc, k_edge_desc, v_edge_desc, q_scale, k_scale, v_scale, shift, v_mean, sinks, mask,
         target, lse, parts_m, parts_l,
         abs(problem.scale) * units, softcap or 0.0, min(largest_factor, 1e30),
         seqlen_q, seqlen_k, head_dim_v, num_q_heads, problem.group,
         masking.diagonal, masking.left or 0, masking.right or 0, splits, -(-key_tiles // splits),
         *q_scale.stride()[:3], *k_scale.stride()[:3], *v_scale.stride(),
-        *mask_strides,
+        *mask_strides, *cu_seqlens, 0 if packing is None else packing.queries.count, query_tiles,
+        BOTTOM_RIGHT=packing is not None and masking.causal_alignment == "bottom_right",
         HAS_LEFT=masking.left is not None, HAS_RIGHT=masking.right is not None,
-        EVEN=seqlen_k % config.block_n == 0, MASK=mask_kind, SOFTCAP=softcap_kind, NEGATE=problem.scale < 0,
+        EVEN=packing is None and seqlen_k % config.block_n == 0, MASK=mask_kind, SOFTCAP=softcap_kind,
+        NEGATE=problem.scale < 0,
         SINKS=sinks is not None, SHIFT=shift is not None, V_MEAN=v_mean is not None, SPLIT=split,
         UNBOUNDED=not (q_format.scaled and qkv.k.format.scaled),
         K_PER_KEY=k_size % config.block_n != 0, V_PER_KEY=v_per_key, V_ROWS=v_rows,
@@ -587,8 +670,7 @@ def attend(
     if split:
         block_m = min(16, triton.next_power_of_2(seqlen_q))
         slice_v = min(128, triton.next_power_of_2(head_dim_v))
-        grid = (-(-seqlen_q // block_m) * batch * num_q_heads * -(-head_dim_v // slice_v),)
-        kernel = _combine[grid](
+        kernel = _combine[(-(-seqlen_q // block_m) * batch * num_q_heads * -(-head_dim_v // slice_v),)](
             target, parts_m, parts_l, v_scale, shift, v_mean, sinks, out, lse, problem.scale,
             seqlen_q, head_dim_v, num_q_heads, problem.group, splits, *v_scale.stride()[:2], v_scale.stride(3),
             SINKS=sinks is not None, SHIFT=shift is not None and softcap is None, V_MEAN=v_mean is not None,
@@ -637,14 +719,25 @@ def _planes(x: QuantizedTensor) -> torch.Tensor:
     return storage[..., :columns]
 
 
+def _in_layout(x: QuantizedTensor, layout: str) -> QuantizedTensor:
+    return x if isinstance(x, PackedTensor) else x.to_layout(layout)  # made in the one that is wanted
+
+
 def _broadcast_scale(x: QuantizedTensor) -> torch.Tensor:
-    """The scale (B, H, tokens or blocks or 1, channels or 1), with a stride of 0 where it has one value for an axis."""
+    """The scale (B, H, tokens or blocks or 1, channels or 1), with a stride of 0 where it has one value for an axis.
+
+    Of a packed batch the first axis is sequences, or a scale that has many values a sequence lies flat in the third.
+    """
     batch, heads = x.shape[:2]
+    if isinstance(x, PackedTensor):
+        if x.scale.ndim == 2:
+            return x.scale.flatten()[None, None, :, None]
+        batch = x.scale.shape[0]
     scale = x.scale if x.scale.numel() else x.scale.new_ones(batch, heads, 1, 1)  # without tokens, one to point at
     strides = [0 if scale.shape[i] == 1 else scale.stride(i) for i in range(4)]
     return scale.as_strided((batch, heads, *scale.shape[2:]), strides)
 
 
 def _tokens_a_scale(x: QuantizedTensor) -> int:
-    """How many consecutive tokens share a scale: 2^30 stands for all."""
-    return {"token": 1, "block": x.granularity.size}.get(x.granularity.kind, 2**30)
+    """How many consecutive tokens share a scale: ``_ONE_SCALE`` stands for all."""
+    return {"token": 1, "block": x.granularity.size}.get(x.granularity.kind, _ONE_SCALE.value)

@@ -21,9 +21,12 @@ from fp8attn.formats import Format, get_format
 from fp8attn.kernels.portable.device import architecture, made_apart, multiprocessors
 from fp8attn.kernels.portable.folded import folds, launch_folded
 from fp8attn.kernels.portable.numerics import TRITON_DTYPES
+from fp8attn.kernels.portable.packed import ALIGNMENT, PackedQKV, PackedTensor, rotary_by_token
+from fp8attn.kernels.portable.packed import in_use as packed_in_use
+from fp8attn.kernels.portable.packed_quantize_kernel import packed_quantize_kernel
 from fp8attn.kernels.portable.quantize_kernel import Plan, quantize_kernel, redo_kernel
 from fp8attn.kernels.portable.values import launch_values
-from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
+from fp8attn.kernels.problem import Masking, Packing, QuantizedQKV, Rotary, Sequences
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
 from fp8attn.transforms import Identity, Permutation, SignFlip, Smoothing, Transform, make_transform
@@ -47,6 +50,7 @@ def quantize_qkv(
     scale: float,
     smoothing: Smoothing | None = None,
     rotary: Rotary | None = None,
+    packing: Packing | None = None,
 ) -> QuantizedQKV:
     """Quantize (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv) tensors of float32, bfloat16 or float16, any strides.
 
@@ -62,29 +66,41 @@ def quantize_qkv(
     PyTorch rotates, between two kernels, where the kernel cannot: more than 256 channels, more than 128 if the matrix
     is not Hadamard's in two halves, and the controls ``sign_flip`` and ``permutation``, which mix no channels. It also
     applies ``rotary`` once more where statistics are to be fitted.
+
+    ``packing``: a batch of one that holds many sequences; the result is a ``PackedQKV``.
     """
-    queries_in_use, keys_in_use = masking.in_use
+    rotary_q, rotary_k, first_position, queries, keys = rotary, rotary, masking.diagonal, None, None
+    if packing is None:
+        queries_in_use, keys_in_use = masking.in_use
+    else:
+        queries_in_use, keys_in_use = packed_in_use(packing, masking)
+        queries, keys, first_position = packing.queries, packing.keys, 0
+        if rotary is not None:
+            ends_meet = masking.causal_alignment == "bottom_right"
+            rotary_q = rotary_by_token(rotary, queries, keys if ends_meet else None)
+            rotary_k = rotary_by_token(rotary, keys, None)
     if smoothing is None:
-        smoothing = _fitted(query, key, value, recipe, masking, scale, rotary)
+        smoothing = _fitted(query, key, value, recipe, masking, scale, rotary_q, rotary_k, packing)
     rotate = recipe.rotate if recipe.rotate != "none" else None
     transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
     columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
     # Keys first: of what the statistics read last, some is still in the cache.
     k, _ = quantize_heads(
-        key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary,
-        mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform,
+        key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary_k,
+        mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform, sequences=keys,
     )  # fmt: skip
     q, logit_shift = quantize_heads(
-        query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary,
-        first_position=masking.diagonal, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
-        transform=transform,
+        query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary_q,
+        first_position=first_position, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
+        transform=transform, sequences=queries,
     )  # fmt: skip
     v, _ = quantize_heads(
         value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=smoothing.v_mean,
-        columns=columns,
+        columns=columns, sequences=keys,
     )  # fmt: skip
-    v_mean = None if smoothing.v_mean is None else smoothing.v_mean.expand(value.shape[0], -1, -1, -1)
-    return QuantizedQKV(q, k, v, recipe, query.dtype, logit_shift, v_mean, keys_in_use)
+    made, count = (QuantizedQKV, value.shape[0]) if keys is None else (PackedQKV, keys.count)
+    v_mean = None if smoothing.v_mean is None else smoothing.v_mean.expand(count, -1, -1, -1)
+    return made(q, k, v, recipe, query.dtype, logit_shift, v_mean, keys_in_use)
 
 
 def _fitted(
@@ -94,13 +110,19 @@ def _fitted(
     recipe: Recipe,
     masking: Masking,
     scale: float,
-    rotary: Rotary | None,
+    rotary_q: Rotary | None,
+    rotary_k: Rotary | None,
+    packing: Packing | None,
 ) -> Smoothing:
     if recipe.smooth_k is False and recipe.smooth_v is False and recipe.balance == "none":
         return Smoothing()
     from fp8attn.kernels.portable.statistics import fit_smoothing
 
-    return fit_smoothing(query, key, value, recipe, masking, scale=scale, rotary=rotary)
+    if packing is None:
+        return fit_smoothing(query, key, value, recipe, masking, scale=scale, rotary=rotary_k)
+    return fit_smoothing(
+        query, key, value, recipe, masking, scale=scale, rotary=rotary_k, packing=packing, rotary_q=rotary_q
+    )
 
 
 class Config(NamedTuple):
@@ -238,23 +260,33 @@ def quantize_heads(
     transform: Transform | None = None,
     columns: bool = False,
     config: Config | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """One tensor (B, H, S, D) to codes and scales, and x . shift_mean (B, H, S) in FP32 if that mean is given.
 
     In this order: ``rotary`` (token i at position ``first_position`` + i), the shift, minus ``mean``, times
     ``multiplier``, over ``divisor``, ``transform``. Statistics are (B or 1, H or a divisor of it, 1, D). ``columns``
     stores permuted columns; ``config`` replaces the choice of ``default_config``.
+
+    With ``sequences`` x is a packed batch, and the result a ``PackedTensor``: statistics have one entry a sequence, and
+    rotary tables a row a token.
     """
     fmt, grouping = get_format(format), Granularity.parse(granularity)
     batch, heads, seqlen, head_dim = x.shape
-    made = torch.empty if fmt.scaled and x.numel() else torch.ones
-    scale = made(grouping.scale_shape(x.shape), dtype=torch.float32, device=x.device)
+    made, rows = torch.empty if fmt.scaled and x.numel() else torch.ones, seqlen
+    scale_shape = grouping.scale_shape(x.shape)
+    if sequences is not None:
+        rows = sequences.units(ALIGNMENT) * ALIGNMENT
+        scale_shape = _packed_scale_shape(grouping, sequences, heads, head_dim)
+    scale = made(scale_shape, dtype=torch.float32, device=x.device)
     shift = None if shift_mean is None else torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     if columns:
-        codes = torch.empty(batch, heads, head_dim, -(-seqlen // 16) * 16, dtype=fmt.dtype, device=x.device)
+        codes = torch.empty(batch, heads, head_dim, -(-rows // 16) * 16, dtype=fmt.dtype, device=x.device)
     else:  # rows at multiples of 16 bytes, as the tensor memory accelerator wants them
         row = -(-head_dim // 16) * 16
-        codes = torch.empty(batch, heads, seqlen, row, dtype=fmt.dtype, device=x.device)[..., :head_dim]
+        codes = torch.empty(batch, heads, rows, row, dtype=fmt.dtype, device=x.device)[..., :head_dim]
+    if sequences is not None:  # between them, too, values are finite: a weight of 0 hides no NaN
+        codes.zero_()
     steps: dict[str, Any] = {
         "in_use": in_use, "rotary": rotary, "first_position": first_position, "shift_mean": shift_mean, "shift": shift,
         "mean": mean, "multiplier": multiplier, "divisor": divisor,
@@ -262,17 +294,22 @@ def quantize_heads(
     of_values = grouping.kind == "channel" and all(
         step is None for step in (rotary, shift_mean, multiplier, divisor, transform, config)
     )
-    if x.numel() and fmt.scaled and of_values:
+    if x.numel() and fmt.scaled and of_values and sequences is None:
         launch_values(x, codes, scale, fmt, scale_mode == "pow2", _BOUND, columns=columns, in_use=in_use, mean=mean)
     elif x.numel():
         untouched = rotary is None and mean is None and multiplier is None and divisor is None
         segments, bound = _segments(transform, x, rotary, untouched), _BOUND
         if transform is not None and segments[2] is None:
             values = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-            _launch(x, values, None, Granularity("token"), None, False, segments, config=config, **steps)
+            _launch(
+                x, values, None, Granularity("token"), None, False, segments, config=config, sequences=sequences,
+                **steps,
+            )  # fmt: skip
             x, bound, steps = transform.apply(values), _FLOAT32_MAX, {}
             segments = _segments(None, x, None, True)
-        fast = _folded(transform, x, fmt, grouping, columns=columns, config=config, **steps)
+        fast = None
+        if sequences is None:
+            fast = _folded(transform, x, fmt, grouping, columns=columns, config=config, **steps)
         if fast is not None and fast.signs is not None:
             launch_folded(
                 x, codes, scale, shift, grouping, fmt, scale_mode == "pow2", fast.high, fast.signs, fast.factor,
@@ -281,11 +318,22 @@ def quantize_heads(
             )  # fmt: skip
         _launch(
             x, codes, scale, grouping, fmt, scale_mode == "pow2", segments, columns=columns, bound=bound, config=config,
-            redo=fast is not None, **steps,
+            redo=fast is not None, sequences=sequences, **steps,
         )  # fmt: skip
+    if sequences is not None:
+        layout = "permuted_columns" if columns else "rows"
+        return PackedTensor(codes, scale, fmt, grouping, layout=layout, total=seqlen), shift
     if columns:
         return QuantizedTensor(codes, scale, fmt, grouping, layout="permuted_columns", seqlen=seqlen), shift
     return QuantizedTensor(codes, scale, fmt, grouping), shift
+
+
+def _packed_scale_shape(granularity: Granularity, sequences: Sequences, heads: int, channels: int) -> torch.Size:
+    """Of a ``PackedTensor``'s scale."""
+    if granularity.kind in ("token", "block"):
+        return torch.Size([heads, sequences.units(granularity.size)])
+    of_one = granularity.scale_shape(torch.Size([1, heads, 0, channels]))
+    return torch.Size([sequences.count, *of_one[1:]])
 
 
 def _folded(
@@ -337,10 +385,11 @@ def _launch(
     bound: float = _BOUND,
     config: Config | None = None,
     redo: bool = False,
+    sequences: Sequences | None = None,
 ) -> None:
     """Run the kernel, once or twice, into ``codes``, ``scale`` and ``shift``. ``fmt`` None writes FP32 values.
 
-    ``redo`` quantizes only the tiles that are marked by a scale of 0.
+    ``redo`` quantizes only the tiles that are marked by a scale of 0. ``sequences``: those of a packed batch.
     """
     batch, heads, seqlen, head_dim = x.shape
     widths, spans, rotation = segments
@@ -350,6 +399,8 @@ def _launch(
         multiplier, divisor = divisor.reciprocal(), None
     scaled = fmt is not None and fmt.scaled
     extent = -(-seqlen // 16) * 16 if columns else seqlen  # columns' padding is written too
+    if sequences is not None:  # tiles suit sequences of any length
+        extent = max(_LARGEST_TILE, granularity.size)
     block = {"token": 1, "block": min(granularity.size, extent)}.get(granularity.kind, extent) if scaled else 1
     together = triton.next_power_of_2(block)
     largest_tile = _LARGEST_TILE // (1 if rotation is None else 2)
@@ -360,6 +411,8 @@ def _launch(
         config = default_config(sum(spans), 1 if two_passes else together, heavy=heavy)
     if two_passes:
         together = config.tile
+        if sequences is not None and granularity.kind != "block":
+            block = config.tile
     chunks = triton.cdiv(block, config.tile) if two_passes else 1
     tiles = triton.cdiv(triton.cdiv(extent, block), config.tile // together) * chunks
     programs = min(tiles * batch * heads, config.programs * multiprocessors(x.device))
@@ -402,16 +455,33 @@ def _launch(
         *statistic(multiplier if multiplier is not None else divisor), shift,
         *((None,) * 3 if rotation is None else (rotation.high, rotation.low, rotation.signs)),
         1.0 if rotation is None else rotation.factor,
-        batch, heads, seqlen, extent, block, granularity.scale_shape(x.shape)[2], chunks, tiles,
     )  # fmt: skip
+    sizes = (batch, heads, seqlen, extent, block, granularity.scale_shape(x.shape)[2], chunks, tiles)
     with torch.cuda.device_of(x):
+        if sequences is not None:
+            slots = sequences.units(config.tile // together * block) * chunks
+            # A program of several heads loads the matrix once for them, if others still fill the GPU.
+            share = max(1, min(heads, slots * heads // (4 * config.programs * multiprocessors(x.device))))
+            for only_amax in (True, False) if two_passes else (False,):
+                packed_quantize_kernel[(slots, triton.cdiv(heads, share))](
+                    *arguments, sequences.cu_seqlens, sequences.count, seqlen, heads, share, block, chunks,
+                    PLAN=plan._replace(only_amax=only_amax), ALIGNED=fmt is not None,
+                    num_warps=config.warps, num_stages=1, maxnreg=config.registers, enable_fp_fusion=False,
+                )  # fmt: skip
+            return
         if redo:
             redo_kernel[(triton.cdiv(batch * heads * tiles, _SHARE),)](
-                *arguments, PLAN=plan, SHARE=_SHARE, num_warps=config.warps, num_stages=1, enable_fp_fusion=False
+                *arguments,
+                *sizes,
+                PLAN=plan,
+                SHARE=_SHARE,
+                num_warps=config.warps,
+                num_stages=1,
+                enable_fp_fusion=False,
             )
             return
         for only_amax in (True, False) if two_passes else (False,):
             quantize_kernel[(programs,)](
-                *arguments, PLAN=plan._replace(only_amax=only_amax),
+                *arguments, *sizes, PLAN=plan._replace(only_amax=only_amax),
                 num_warps=config.warps, num_stages=1, maxnreg=config.registers, enable_fp_fusion=False,
             )  # fmt: skip

@@ -27,12 +27,14 @@ import triton.language as tl
 
 from fp8attn.kernels.portable.device import row_alignment, vectorizable
 from fp8attn.kernels.portable.numerics import INTERPRETED, decode, widen
+from fp8attn.kernels.portable.packed import bounds, find_sequence, first_unit
+from fp8attn.kernels.portable.packed import in_use as packed_in_use
 from fp8attn.kernels.problem import Masking
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import Smoothing
 
 if TYPE_CHECKING:
-    from fp8attn.kernels.problem import Rotary
+    from fp8attn.kernels.problem import Packing, Rotary, Sequences
 
 __all__ = ["fit_smoothing"]
 
@@ -60,6 +62,8 @@ def fit_smoothing(
     *,
     scale: float,
     rotary: Rotary | None = None,
+    packing: Packing | None = None,
+    rotary_q: Rotary | None = None,
 ) -> Smoothing:
     """The statistics that the recipe asks for, as the reference's ``fit_smoothing`` but of the tensors as they come.
 
@@ -72,8 +76,14 @@ def fit_smoothing(
     Nothing waits for the device and shapes follow from shapes, so that CUDA graphs capture it once it has run. The
     answer does not depend on strides. A tensor that cannot be read in aligned vectors (a last axis that is not
     contiguous, strides that are no multiple of what the head dim allows, a storage offset) is copied first.
+
+    With ``packing`` the tensors are a packed batch, and every sequence gets the statistics that it has alone: (N, Hkv,
+    1, D). Rotary tables have a row a token then, those of queries in ``rotary_q``.
     """
     batch, num_q_heads, seqlen_q, head_dim = q.shape
+    queries, keys = (None, None) if packing is None else (packing.queries, packing.keys)
+    if keys is not None:
+        batch = keys.count
     num_kv_heads, seqlen_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     balanced, auto = recipe.balance == "rms", recipe.smooth_k == "auto"
     if 0 in (num_q_heads, num_kv_heads) or not (balanced or recipe.smooth_k or recipe.smooth_v):
@@ -87,18 +97,21 @@ def fit_smoothing(
     v_mean = statistic(recipe.smooth_v, head_dim_v)
     if batch == 0:
         return Smoothing(k_mean, v_mean, balance)
-    if rotary is not None:
+    if rotary is not None and rotary_q is not None:
+        q, k = rotary_q.rotate(_bounded(q)), rotary.rotate(_bounded(k))
+    elif rotary is not None:
         q, k = rotary.rotate(_bounded(q), masking.diagonal), rotary.rotate(_bounded(k))
     q = vectorizable(q) if balanced or auto else q
     k = vectorizable(k) if balanced or recipe.smooth_k else k
     v = vectorizable(v) if recipe.smooth_v else v
-    queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in masking.in_use)
-    tiles = ((seqlen_q, _rows(head_dim)), (seqlen_k, _rows(head_dim)), (seqlen_k, _rows(head_dim_v)))
-    chunks = tuple(_chunks(seqlen, max(rows, _CHUNK), _MOST_CHUNKS) for seqlen, rows in tiles)
+    in_use = masking.in_use if packing is None else packed_in_use(packing, masking)
+    queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in in_use)
+    tiles = ((q, queries, _rows(head_dim)), (k, keys, _rows(head_dim)), (v, keys, _rows(head_dim_v)))
+    every, chunks = zip(*(_all_chunks(x, own, max(rows, _CHUNK), _MOST_CHUNKS) for x, own, rows in tiles), strict=True)
     programs = (
-        batch * num_q_heads * chunks[0][0] if balanced else 0,
-        batch * num_kv_heads * chunks[1][0] if balanced or recipe.smooth_k else 0,
-        batch * num_kv_heads * chunks[2][0] if recipe.smooth_v else 0,
+        every[0] if balanced else 0,
+        every[1] if balanced or recipe.smooth_k else 0,
+        every[2] if recipe.smooth_v else 0,
     )
     channels = max(head_dim, head_dim_v if recipe.smooth_v else 0)
     records, counts, candidates = (
@@ -115,6 +128,7 @@ def fit_smoothing(
                 q, _steps(q), k, _steps(k), v, _steps(v),
                 queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2),
                 records, counts, channels, programs, chunks, (num_q_heads, num_kv_heads), (seqlen_q, seqlen_k),
+                _cu_seqlens(queries), _cu_seqlens(keys),
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, ROWS=_rows(head_dim), ROWS_V=_rows(head_dim_v),
                 WITH_Q=programs[0] > 0, WITH_K=programs[1] > 0, WITH_V=programs[2] > 0,
                 CENTER_K=bool(recipe.smooth_k), num_warps=4,
@@ -122,14 +136,19 @@ def fit_smoothing(
         _merge_kernel[(batch * num_kv_heads, triton.cdiv(channels, _MERGED_CHANNELS))](
             records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks,
             num_q_heads // num_kv_heads, head_dim, head_dim_v,
+            num_kv_heads, (seqlen_q, seqlen_k), _cu_seqlens(queries), _cu_seqlens(keys),
             SMOOTH_K=bool(recipe.smooth_k), AUTO=auto, SMOOTH_V=recipe.smooth_v, BALANCED=balanced,
             BLOCK=_MERGED_CHANNELS, num_warps=4,
         )  # fmt: skip
         if auto:
-            states, norms = _weigh(q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale)
+            states, norms, key_chunks = _weigh(
+                q, k, queries_in_use, keys_in_use, candidates, recipe, masking, scale, packing
+            )
+            most = min(_MOST_KEY_CHUNKS, -(-keys.longest // _KEY_CHUNK)) if keys is not None else states.shape[1]
             _decide_kernel[(batch * num_kv_heads,)](
                 states, norms, candidates, k_mean, balance, num_q_heads // num_kv_heads, states.shape[1],
-                HEAD_DIM=head_dim, CHUNKS=triton.next_power_of_2(max(1, states.shape[1])),
+                num_kv_heads, key_chunks, seqlen_k, _cu_seqlens(keys),
+                HEAD_DIM=head_dim, CHUNKS=triton.next_power_of_2(max(1, most)),
                 ROWS=_SAMPLED_ROWS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
             )  # fmt: skip
     return Smoothing(k_mean, v_mean, balance)
@@ -144,18 +163,22 @@ def _weigh(
     recipe: Recipe,
     masking: Masking,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    packing: Packing | None,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """Of the sampled rows: what their attention to each chunk of keys leaves to merge (B * Hq, chunks, 4, rows), and
-    what errors are to be multiplied by (B * Hq, 2, rows), NaN where a row is not finite."""
+    what errors are to be multiplied by (B * Hq, 2, rows), NaN where a row is not finite.
+
+    Also how keys are cut, as ``_chunk_of`` takes it. Of a packed batch the states are (Hq, chunks of all sequences, 4,
+    rows) in size, and numbered by ``_records_of``.
+    """
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_k = k.shape[1:3]
-    chunks, chunk = _chunks(seqlen_k, _KEY_CHUNK, _MOST_KEY_CHUNKS)
-    chunks = chunks if seqlen_q else 0
-    made = torch.empty if chunks else torch.zeros  # without chunks nothing is written
-    states, norms = (
-        made(batch * num_q_heads, *shape, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
-        for shape in ((chunks, 4), (2,))
-    )
+    queries, keys = (None, None) if packing is None else (packing.queries, packing.keys)
+    every, key_chunks = _all_chunks(k, keys, _KEY_CHUNK, _MOST_KEY_CHUNKS)
+    chunks = every // (batch * num_kv_heads) if seqlen_q else 0
+    count = batch if keys is None else keys.count
+    states = torch.empty(batch * num_q_heads, chunks, 4, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
+    norms = torch.empty(count * num_q_heads, 2, _SAMPLED_ROWS, dtype=torch.float32, device=q.device)
     left, right = (_NO_LIMIT if limit is None else min(limit, _NO_LIMIT) for limit in (masking.left, masking.right))
     mask, rotated = masking.mask, recipe.rotate != "none"
     # Channels at a time. Keys are fetched ahead where all of them are one block: what every head of a usual size in 16
@@ -166,13 +189,14 @@ def _weigh(
         _weigh_kernel[(batch * num_q_heads * chunks,)](
             q, _steps(q), k, _steps(k),
             queries_in_use, _strides(queries_in_use, 2), keys_in_use, _strides(keys_in_use, 2), mask, _strides(mask, 4),
-            candidates, states, norms, scale * math.log2(math.e), (chunks, chunk), (num_q_heads, num_kv_heads),
-            (seqlen_q, seqlen_k), (masking.diagonal, left, right),
+            candidates, states, norms, scale * math.log2(math.e), key_chunks, (num_q_heads, num_kv_heads),
+            (seqlen_q, seqlen_k), (masking.diagonal, left, right), _cu_seqlens(queries), _cu_seqlens(keys),
+            BOTTOM_RIGHT=packing is not None and masking.causal_alignment == "bottom_right",
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_K=_KEY_TILE, ROWS=_SAMPLED_ROWS,
             ROTATED=rotated, BANDED=(left, right) != (_NO_LIMIT, _NO_LIMIT),
             num_warps=4, num_stages=3 if block_d >= head_dim else 1,
         )  # fmt: skip
-    return states, norms
+    return states, norms, key_chunks
 
 
 # ---- Shapes and strides ----------------------------------------------------------------------------------------------
@@ -182,6 +206,25 @@ def _chunks(seqlen: int, tile: int, most: int) -> tuple[int, int]:
     """How many chunks a sequence is cut into, and the length of one, a multiple of ``tile`` tokens."""
     length = tile * max(1, -(-seqlen // (tile * most)))
     return -(-seqlen // length), length
+
+
+def _all_chunks(x: torch.Tensor, sequences: Sequences | None, tile: int, most: int) -> tuple[int, tuple[int, ...]]:
+    """How many chunks a tensor (B, H, S, D) is cut into, over all heads, and how, as ``_chunk_of`` takes it.
+
+    Of a packed batch the number is what there is room for: as many as the longest sequence may have for each (the first
+    of what ``_chunk_of`` takes), or if it is less, as many as fit all tokens (the first is 0 then).
+    """
+    batch, heads, seqlen, _ = x.shape
+    if sequences is None:
+        number, length = _chunks(seqlen, tile, most)
+        return batch * heads * number, (number, length)
+    number = min(most, -(-sequences.longest // tile))
+    alike, packed = sequences.count * number, sequences.units(tile)
+    return heads * min(alike, packed), (number if alike <= packed else 0, tile, most, sequences.count)
+
+
+def _cu_seqlens(sequences: Sequences | None) -> torch.Tensor | None:
+    return None if sequences is None else sequences.cu_seqlens
 
 
 def _rows(head_dim: int) -> int:
@@ -256,14 +299,60 @@ def _bound(x):
 
 
 @triton.jit
-def _chunk_of(index, heads, chunks, seqlen):
-    """(batch, head, first token, one past the last) of a chunk; ``chunks``: how many a head, and how long.
+def _chunk_of(index, heads, chunks, seqlen, cu_seqlens):
+    """(batch, head, number in the head, where its tokens begin, first token, one past the last) of a chunk.
 
-    The one place that knows how chunks are numbered.
+    ``chunks``: how many a head, and how long. With ``cu_seqlens`` (``_all_chunks``) a sequence is cut as it would be
+    alone, and followed by empty chunks; tokens are counted from where it begins. ``_records_of`` knows, too, how chunks
+    are numbered.
     """
-    head = index // chunks[0]
-    first = (index % chunks[0]) * chunks[1]
-    return (head // heads).to(tl.int64), (head % heads).to(tl.int64), first, tl.minimum(first + chunks[1], seqlen)
+    if cu_seqlens is None:
+        sequence, head = index // chunks[0] // heads, index // chunks[0] % heads
+        chunk, begin, first = index % chunks[0], 0, index % chunks[0] * chunks[1]
+        end = tl.minimum(first + chunks[1], seqlen)
+    else:
+        sequence = index // heads
+        if chunks[0] > 0:
+            sequence = sequence // chunks[0]
+        else:
+            sequence, _, _, _ = find_sequence(cu_seqlens, chunks[3], sequence, chunks[1], seqlen)
+        begin, length = bounds(cu_seqlens, sequence, seqlen)
+        number, size = _packed_chunks(length, chunks)
+        of_sequence = index - _packed_chunks_before(sequence, begin, chunks) * heads
+        number = tl.maximum(number, 1)
+        chunk = of_sequence % number
+        head = tl.minimum(of_sequence // number, heads - 1)
+        first = tl.where(of_sequence < number * heads, chunk * size, length)
+        end = tl.minimum(first + size, length)
+    return sequence.to(tl.int64), head.to(tl.int64), chunk, begin, first, end
+
+
+@triton.jit
+def _packed_chunks(length, chunks):
+    """``_chunks`` of a sequence: how many, and how long."""
+    size = chunks[1] * tl.maximum(tl.cdiv(length, chunks[1] * chunks[2]), 1)
+    number = tl.cdiv(length, size)
+    return tl.where(chunks[0] > 0, tl.minimum(number, chunks[0]), number), size
+
+
+@triton.jit
+def _packed_chunks_before(sequence, begin, chunks):
+    """Of one head, how many chunks the sequences before this one have room for."""
+    return tl.where(chunks[0] > 0, sequence * chunks[0], first_unit(begin, sequence, chunks[1]))
+
+
+@triton.jit
+def _records_of(kv_head, group, heads, chunks, seqlen, cu_seqlens):
+    """(First, number) of the chunks of a kv head, and of its ``group`` of heads; ``heads``: kv heads."""
+    if cu_seqlens is None:
+        number = chunks[0]
+        first = kv_head * number
+    else:
+        sequence = kv_head // heads
+        begin, length = bounds(cu_seqlens, sequence, seqlen)
+        number, _ = _packed_chunks(length, chunks)
+        first = _packed_chunks_before(sequence, begin, chunks) * heads + kv_head % heads * number
+    return first * group, number * group
 
 
 @triton.jit
@@ -367,7 +456,7 @@ def _guarded_moments(
 
 @triton.jit
 def _record(
-    x, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen,
+    x, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen, cu_seqlens,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel.
@@ -375,12 +464,16 @@ def _record(
     To ``counts`` goes the number n of rows that count, or -1 - n if some row does not or is over the bound.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    batch, head, first, end = _chunk_of(index, heads, chunks, seqlen)
-    base = _row_pointer(x, steps, batch, head, 0, HEAD_DIM)
+    batch, head, _, begin, first, end = _chunk_of(index, heads, chunks, seqlen, cu_seqlens)
+    base = _row_pointer(x, steps, batch, head, begin, HEAD_DIM)
+    if in_use is not None and cu_seqlens is not None:
+        in_use += begin
     n = (end - first).to(tl.float32)
     mean = tl.zeros([BLOCK_D], tl.float32)
     norm = tl.zeros([BLOCK_D], tl.float32)
     trusted = (end - first) % ROWS == 0
+    if cu_seqlens is not None:
+        trusted = trusted & (first < end)
     if in_use is not None:
         for start in tl.range(first, end, ROWS):
             token = start + tl.arange(0, ROWS)
@@ -410,7 +503,7 @@ def _record(
 )  # fmt: skip
 def _partials_kernel(
     q, q_steps, k, k_steps, v, v_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides,
-    records, counts, channels, programs, chunks, heads, seqlens,
+    records, counts, channels, programs, chunks, heads, seqlens, q_cu_seqlens, k_cu_seqlens,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, ROWS: tl.constexpr, ROWS_V: tl.constexpr,
     WITH_Q: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr, CENTER_K: tl.constexpr,
 ):  # fmt: skip
@@ -420,17 +513,17 @@ def _partials_kernel(
     if WITH_Q and record < programs[0]:
         _record(
             q, q_steps, q_in_use, q_in_use_strides, records, counts, record, channels,
-            record, heads[0], chunks[0], seqlens[0], HEAD_DIM, ROWS, False,
+            record, heads[0], chunks[0], seqlens[0], q_cu_seqlens, HEAD_DIM, ROWS, False,
         )  # fmt: skip
     if WITH_K and record >= programs[0] and record < first_of_v:
         _record(
             k, k_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
-            record - programs[0], heads[1], chunks[1], seqlens[1], HEAD_DIM, ROWS, CENTER_K,
+            record - programs[0], heads[1], chunks[1], seqlens[1], k_cu_seqlens, HEAD_DIM, ROWS, CENTER_K,
         )  # fmt: skip
     if WITH_V and record >= first_of_v:
         _record(
             v, v_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
-            record - first_of_v, heads[1], chunks[2], seqlens[1], HEAD_DIM_V, ROWS_V, True,
+            record - first_of_v, heads[1], chunks[2], seqlens[1], k_cu_seqlens, HEAD_DIM_V, ROWS_V, True,
         )  # fmt: skip
 
 
@@ -475,9 +568,10 @@ def _merged(records, counts, channels, first, number, channel, inside, CENTERED:
     return n, mean, norm, plain
 
 
-@triton.jit(do_not_specialize=["channels", "programs", "chunks", "group", "head_dim", "head_dim_v"])
+@triton.jit(do_not_specialize=["channels", "programs", "chunks", "group", "head_dim", "head_dim_v", "heads", "seqlens"])
 def _merge_kernel(
     records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks, group, head_dim, head_dim_v,
+    heads, seqlens, q_cu_seqlens, k_cu_seqlens,
     SMOOTH_K: tl.constexpr, AUTO: tl.constexpr, SMOOTH_V: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head and ``BLOCK`` channels.
@@ -491,15 +585,15 @@ def _merge_kernel(
     inside = channel < head_dim
     at = kv_head.to(tl.int64) * head_dim + channel
     if SMOOTH_K or BALANCED:
-        number = chunks[1][0]
+        first, number = _records_of(kv_head, 1, heads, chunks[1], seqlens[1], k_cu_seqlens)
         n, mean, norm, plain = _merged(
-            records, counts, channels, programs[0] + kv_head * number, number, channel, inside, SMOOTH_K
+            records, counts, channels, programs[0] + first, number, channel, inside, SMOOTH_K
         )
         spread = tl.div_rn(norm, tl.sqrt_rn(tl.maximum(n, 1.0)))
         q_rms = tl.zeros(channel.shape, tl.float32)
         if BALANCED:
-            number = chunks[0][0] * group
-            q_n, _, q_norm, _ = _merged(records, counts, channels, kv_head * number, number, channel, inside, False)
+            first, number = _records_of(kv_head, group, heads, chunks[0], seqlens[0], q_cu_seqlens)
+            q_n, _, q_norm, _ = _merged(records, counts, channels, first, number, channel, inside, False)
             q_rms = tl.div_rn(q_norm, tl.sqrt_rn(tl.maximum(q_n, 1.0)))
         if AUTO:
             rms = _hypotenuse(mean, spread)
@@ -520,8 +614,8 @@ def _merge_kernel(
                 tl.store(balance + at, _balance(q_rms, spread), mask=inside)
     if SMOOTH_V:
         inside = channel < head_dim_v
-        number = chunks[2][0]
-        first = programs[0] + programs[1] + kv_head * number
+        first, number = _records_of(kv_head, 1, heads, chunks[2], seqlens[1], k_cu_seqlens)
+        first += programs[0] + programs[1]
         _, mean, _, _ = _merged(records, counts, channels, first, number, channel, inside, True)
         tl.store(v_mean + kv_head.to(tl.int64) * head_dim_v + channel, mean, mask=inside)
 
@@ -704,9 +798,9 @@ def _weighed(
 )  # fmt: skip
 def _weigh_kernel(
     q, q_steps, k, k_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides, mask, mask_strides,
-    candidates, states, norms, log2_scale, chunks, heads, seqlens, band,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    ROTATED: tl.constexpr, BANDED: tl.constexpr,
+    candidates, states, norms, log2_scale, chunks, heads, seqlens, band, q_cu_seqlens, k_cu_seqlens,
+    BOTTOM_RIGHT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, ROTATED: tl.constexpr, BANDED: tl.constexpr,
 ):  # fmt: skip
     """Attention of a head's sampled rows to one chunk of keys; the query heads that read the same chunk are neighbours.
 
@@ -719,15 +813,26 @@ def _weigh_kernel(
     group = heads[0] // heads[1]
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the last keys are still in the cache
     member = index % group
-    batch, kv_head, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1])
+    batch, kv_head, chunk, k_begin, first, end = _chunk_of(index // group, heads[1], chunks, seqlens[1], k_cu_seqlens)
+    q_begin, seqlen_q, seqlen_k, diagonal = 0, seqlens[0], seqlens[1], band[0]
+    if k_cu_seqlens is not None:
+        if first >= end:
+            return
+        q_begin, seqlen_q = bounds(q_cu_seqlens, batch, seqlens[0])
+        _, seqlen_k = bounds(k_cu_seqlens, batch, seqlens[1])
+        diagonal = seqlen_k - seqlen_q if BOTTOM_RIGHT else 0
+        if q_in_use is not None:
+            q_in_use += q_begin
+        if k_in_use is not None:
+            k_in_use += k_begin
     head = kv_head * group + member
     candidates += (batch * heads[1] + kv_head) * 5 * HEAD_DIM
     i = tl.arange(0, ROWS)
-    sampled = tl.minimum(seqlens[0], ROWS)
-    row = _sampled_row(i, sampled, seqlens[0])
+    sampled = tl.minimum(seqlen_q, ROWS)
+    row = _sampled_row(i, sampled, seqlen_q)
     seen_by = _in_use(i < sampled, q_in_use, q_in_use_strides, batch, row)
-    q_base = _row_pointer(q, q_steps, batch, head, row, HEAD_DIM)[:, None]
-    k_base = _row_pointer(k, k_steps, batch, kv_head, 0, HEAD_DIM)
+    q_base = _row_pointer(q, q_steps, batch, head, q_begin + row, HEAD_DIM)[:, None]
+    k_base = _row_pointer(k, k_steps, batch, kv_head, k_begin, HEAD_DIM)
 
     # What the head's keys are measured in, and without rotation its queries
     every = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
@@ -746,7 +851,7 @@ def _weigh_kernel(
         q_unit = _power(q_unit)
     q_inverse = _inverse(q_unit)
 
-    if end == seqlens[1]:  # one chunk of a head, of those that begin early
+    if end == seqlen_k:  # one chunk of a head, of those that begin early
         before, after, finite = _balanced_norms(q_base, candidates, i < sampled, HEAD_DIM)
         to = norms + (batch * heads[0] + head) * 2 * ROWS + i
         tl.store(to, tl.where(finite, before, float("nan")) if ROTATED else tl.where(finite, 1.0, float("nan")))
@@ -755,14 +860,19 @@ def _weigh_kernel(
     if tl.load(candidates + 4 * HEAD_DIM) > 0:  # all keys count and are within the bound: they are taken as they are
         largest, total, error_before, error_after = _weighed(
             rows, keys, k_steps, k_in_use, k_in_use_strides, mask, mask_strides, candidates, log2_scale, batch, head,
-            band, HEAD_DIM, BLOCK_D, BLOCK_K, ROTATED, BANDED, True,
+            (diagonal, band[1], band[2]), HEAD_DIM, BLOCK_D, BLOCK_K, ROTATED, BANDED, True,
         )  # fmt: skip
     else:
         largest, total, error_before, error_after = _weighed(
             rows, keys, k_steps, k_in_use, k_in_use_strides, mask, mask_strides, candidates, log2_scale, batch, head,
-            band, HEAD_DIM, BLOCK_D, BLOCK_K, ROTATED, BANDED, False,
+            (diagonal, band[1], band[2]), HEAD_DIM, BLOCK_D, BLOCK_K, ROTATED, BANDED, False,
         )  # fmt: skip
-    to = states + ((batch * heads[0] + head) * chunks[0] + (index // group) % chunks[0]) * 4 * ROWS + i
+    if k_cu_seqlens is None:
+        state = (batch * heads[0] + head) * chunks[0] + chunk
+    else:
+        state, number = _records_of(batch * heads[1] + kv_head, group, heads[1], chunks, seqlens[1], k_cu_seqlens)
+        state += member * (number // group) + chunk
+    to = states + state * 4 * ROWS + i
     tl.store(to, tl.where(seen_by, largest, -float("inf")))
     tl.store(to + ROWS, total)
     tl.store(to + 2 * ROWS, q_unit * tl.sqrt_rn(error_before))
@@ -772,13 +882,17 @@ def _weigh_kernel(
 # ---- 4. The decision -------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["group", "chunks"])
+@triton.jit(do_not_specialize=["group", "chunks", "heads", "key_chunks", "seqlen_k"])
 def _decide_kernel(
-    states, norms, candidates, k_mean, balance, group, chunks,
+    states, norms, candidates, k_mean, balance, group, chunks, heads, key_chunks, seqlen_k, k_cu_seqlens,
     HEAD_DIM: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head: ``transforms.mean_out_helps``, and with it the mean to take out and the balance."""
     kv_head = tl.program_id(0).to(tl.int64)
+    first = kv_head * group * chunks
+    if k_cu_seqlens is not None:
+        first, _ = _records_of(kv_head, group, heads, key_chunks, seqlen_k, k_cu_seqlens)
+        _, chunks = _records_of(kv_head, 1, heads, key_chunks, seqlen_k, k_cu_seqlens)
     chunk = tl.arange(0, CHUNKS)[:, None]
     i = tl.arange(0, ROWS)
     candidates += kv_head * 5 * HEAD_DIM
@@ -787,10 +901,10 @@ def _decide_kernel(
     after = 0.0
     for member in tl.range(0, group):
         norm = norms + (kv_head * group + member) * 2 * ROWS + i
-        norm_before, norm_after = tl.load(norm), tl.load(norm + ROWS)
-        finite = norm_before == norm_before
-        at = ((kv_head * group + member) * chunks + chunk) * 4 * ROWS + i[None, :]
-        held = (chunk < chunks) & finite[None, :]
+        norm_before, norm_after = tl.load(norm), tl.load(norm + ROWS)  # anything where there are no keys
+        state = first + member * chunks + chunk
+        at = state * 4 * ROWS + i[None, :]
+        held = (chunk < chunks) & (norm_before == norm_before)[None, :]
         largest = tl.load(states + at, mask=held, other=-float("inf"))
         highest = tl.max(largest, 0)
         counts = tl.abs(highest) < float("inf")
@@ -800,8 +914,8 @@ def _decide_kernel(
         total = tl.load(states + at + ROWS, mask=weighs, other=0.0)
         error_before = tl.load(states + at + 2 * ROWS, mask=weighs, other=0.0)
         error_after = tl.load(states + at + 3 * ROWS, mask=weighs, other=0.0)
-        error_before *= tl.where(finite, norm_before, 0.0)[None, :]
-        error_after *= tl.where(finite, norm_after, 0.0)[None, :]
+        error_before *= tl.where(counts, norm_before, 0.0)[None, :]
+        error_after *= tl.where(counts, norm_after, 0.0)[None, :]
         power = _power(tl.max(tl.max(tl.maximum(error_before, error_after), 0), 0))
         error_before *= _inverse(power)
         error_after *= _inverse(power)

@@ -26,11 +26,12 @@ from triton.runtime.jit import JITFunction
 
 from fp8attn.formats import get_format
 from fp8attn.kernels.portable.forward import attend
+from fp8attn.kernels.portable.packed import PackedProblem
 from fp8attn.kernels.portable.quantize import quantize_qkv
 from fp8attn.kernels.portable.statistics import fit_smoothing
 from fp8attn.kernels.portable.support import v_layout
 from fp8attn.kernels.portable.tuning import Config, choose_config
-from fp8attn.kernels.problem import AttentionProblem, Masking, QuantizedQKV
+from fp8attn.kernels.problem import AttentionProblem, Masking, Packing, QuantizedQKV, Sequences
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
 from fp8attn.transforms import Smoothing
@@ -110,13 +111,27 @@ def quantize(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bool
     quantize_qkv(q, k, v, Recipe.from_name(recipe), masking, scale=head_dim**-0.5, smoothing=smoothing)
 
 
+def packed(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bool) -> None:
+    """Everything that a packed bf16 batch takes, of 99 sequences with ``seqlen`` tokens in all."""
+    q, k, v = (x[:1] for x in _batch(head_dim, seqlen))
+    settings, masking = Recipe.from_name(recipe), Masking(seqlen, seqlen, q.device, is_causal, "bottom_right")
+    sequences = Sequences(torch.empty(100, dtype=torch.int32), seqlen, seqlen)
+    packing, scale = Packing(sequences, sequences), head_dim**-0.5
+    with contextlib.suppress(ValueError):
+        fit_smoothing(q, k, v, settings, masking, scale=scale, packing=packing)
+    shape = (1, NUM_KV_HEADS, 1, head_dim)
+    smoothing = Smoothing(k_mean=torch.zeros(shape), balance=torch.ones(shape))
+    qkv = quantize_qkv(q, k, v, settings, masking, scale=scale, smoothing=smoothing, packing=packing)
+    attend(PackedProblem(qkv, masking, scale, packing=packing))
+
+
 def _batch(head_dim: int, seqlen: int) -> list[torch.Tensor]:
     heads = (NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     return [torch.empty(BATCH, n, seqlen, head_dim, dtype=torch.bfloat16) for n in heads]
 
 
 #: To have more kernels compiled: a function that calls what launches them, on CPU tensors.
-CALLS = {"forward": forward, "statistics": statistics, "quantize": quantize}
+CALLS = {"forward": forward, "statistics": statistics, "quantize": quantize, "packed": packed}
 
 
 # ---- How -------------------------------------------------------------------------------------------------------------
