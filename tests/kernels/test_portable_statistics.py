@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fp8attn import Recipe
 from fp8attn.kernels.portable import statistics
 from fp8attn.kernels.portable.statistics import fit_smoothing
+from fp8attn.kernels.portable.weigh_kernel import sampled_row
 from fp8attn.kernels.problem import Masking
 from fp8attn.kernels.reference import quantize as reference
 from fp8attn.testing import QKV, AttentionShape, OutlierSpec, make_qkv, masks, outlier_specs, qkv, shapes
@@ -248,7 +249,7 @@ def test_it_decides_both_ways(rotate: str, balance: str, masked: str) -> None:
 def _rows_kernel(out, seqlens, ROWS: tl.constexpr):
     seqlen = tl.load(seqlens + tl.program_id(0))
     i = tl.arange(0, ROWS)
-    row = statistics._sampled_row(i, tl.minimum(seqlen, ROWS), seqlen)
+    row = sampled_row(i, tl.minimum(seqlen, ROWS), seqlen)
     tl.store(out + tl.program_id(0) * ROWS + i, row, mask=i < seqlen)
 
 
