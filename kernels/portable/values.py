@@ -169,8 +169,8 @@ def launch_values(
     span = max(16, triton.next_power_of_2(head_dim))
     extent = codes.shape[3] if columns else seqlen
     plan = ValuesPlan(
-        head_dim=head_dim, span=span, tile=max(16, min(64, 8192 // span)) if span >= 128 else 32, dtype=TRITON_DTYPES[fmt.dtype],
-        largest=fmt.max, pow2=pow2, bound=bound, columns=columns,
+        head_dim=head_dim, span=span, tile=max(16, min(64, 8192 // span)) if span >= 128 else 32,
+        dtype=TRITON_DTYPES[fmt.dtype], largest=fmt.max, pow2=pow2, bound=bound, columns=columns,
     )  # fmt: skip
     flags = None if in_use is None else in_use.to(x.device).contiguous().view(torch.uint8)
     mean = None if mean is None else mean.to(x.device).contiguous()
