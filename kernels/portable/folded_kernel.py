@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode, widen
-from fp8attn.kernels.portable.quantize_kernel import scale_of
+from fp8attn.kernels.portable.quantize_tile import scale_of
 
 __all__ = ["FoldedPlan", "column_order", "folded_kernel", "prepare_kernel"]
 

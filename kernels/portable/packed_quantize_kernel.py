@@ -7,20 +7,16 @@ import triton
 import triton.language as tl
 
 from fp8attn.kernels.portable.packed import ALIGNMENT, find_sequence, first_unit
-from fp8attn.kernels.portable.quantize_kernel import (
-    _is_usual,
-    _kept,
-    _load,
-    _load_channels,
-    _load_matrix,
-    _load_signs,
-    _place,
-    _prepared,
-    _quantized,
-    _raise_amax,
-    _rows,
-    _store_shift,
-    _tables,
+from fp8attn.kernels.portable.quantize_tile import (
+    kept_rows,
+    load_channels,
+    load_matrix,
+    load_signs,
+    load_tile,
+    place_of,
+    quantize_tile,
+    tables_of,
+    tile_rows,
 )
 
 __all__ = ["packed_quantize_kernel"]
@@ -66,60 +62,33 @@ def packed_quantize_kernel(
         if amax_ptr is not None:
             amax_ptr += first_scale
 
-    rows = _rows(block, PLAN)
+    rows = tile_rows(block, PLAN)
     high, low, signs = None, None, None
     if high_ptr is not None:
-        high = _load_matrix(high_ptr, PLAN)
+        high = load_matrix(high_ptr, PLAN)
     if low_ptr is not None:
-        low = _load_matrix(low_ptr, PLAN)
+        low = load_matrix(low_ptr, PLAN)
     if signs_ptr is not None:
-        signs = _load_signs(signs_ptr, PLAN)
+        signs = load_signs(signs_ptr, PLAN)
     first_head = tl.program_id(1) * heads_a_program
     for h in range(first_head, tl.minimum(first_head + heads_a_program, heads)):
-        place = _place(0, h, tile, heads, block, chunks, PLAN)
-        kept = _kept(place, rows, in_use_ptr, begin, block, length)
+        place = place_of(0, h, tile, heads, block, chunks, PLAN)
+        kept = kept_rows(place, rows, in_use_ptr, begin, block, length)
         start = x_ptr + tl.cast(h, tl.int64) * x_h + (begin + place[1]) * x_s
-        raw = _load(start, rows, kept, x_s, x_d, PLAN)
+        raw = load_tile(start, rows, kept, x_s, x_d, PLAN)
         mean, factor, tables = None, None, None
         if mean_ptr is not None:
             at = tl.cast(sequence, tl.int64) * mean_b + h // mean_group * PLAN.head_dim
-            mean = _load_channels(mean_ptr + at, 0.0, PLAN)
+            mean = load_channels(mean_ptr + at, 0.0, PLAN)
         if factor_ptr is not None:
             at = tl.cast(sequence, tl.int64) * factor_b + h // factor_group * PLAN.head_dim
-            factor = _load_channels(factor_ptr + at, 1.0, PLAN)
+            factor = load_channels(factor_ptr + at, 1.0, PLAN)
         if cos_ptr is not None:  # an empty sequence at the very end has no row of its own
-            tables = _tables(
+            tables = tables_of(
                 0, place, rows, cos_ptr, sin_ptr, 0, cos_p, cos_c, 0, sin_p, sin_c,
                 tl.minimum(begin, total - 1), tl.maximum(length, 1),
             )  # fmt: skip
-        done = False
-        if PLAN.hopes:
-            x, inverse, largest, shift = _prepared(
-                raw, kept, tables, mean, factor, signs, high, low, matrix_factor, PLAN, True
-            )
-            if PLAN.shifts and not PLAN.only_amax:
-                _store_shift(shift_ptr, shift, rows, place, block, length)
-            done = _is_usual(largest, kept, mean, factor, PLAN)
-            if done:
-                if PLAN.only_amax:
-                    _raise_amax(amax_ptr, x, largest, place, blocks, PLAN, True)
-                else:
-                    _quantized(
-                        x, inverse, largest, rows, place, codes_ptr, head_stride, row_stride, scale_ptr, amax_ptr,
-                        extent, block, blocks, PLAN, True,
-                    )  # fmt: skip
-        if not done:
-            if PLAN.hopes:
-                raw = _load(start, rows, kept, x_s, x_d, PLAN)
-            guarded, its_inverse, its_largest, its_shift = _prepared(
-                raw, kept, tables, mean, factor, signs, high, low, matrix_factor, PLAN, False
-            )
-            if PLAN.shifts and not PLAN.only_amax:
-                _store_shift(shift_ptr, its_shift, rows, place, block, length)
-            if PLAN.only_amax:
-                _raise_amax(amax_ptr, guarded, its_largest, place, blocks, PLAN, False)
-            else:
-                _quantized(
-                    guarded, its_inverse, its_largest, rows, place, codes_ptr, head_stride, row_stride, scale_ptr,
-                    amax_ptr, extent, block, blocks, PLAN, False,
-                )  # fmt: skip
+        quantize_tile(
+            raw, start, x_s, x_d, kept, tables, mean, factor, signs, high, low, matrix_factor, rows, place, codes_ptr,
+            head_stride, row_stride, scale_ptr, amax_ptr, shift_ptr, length, extent, block, blocks, PLAN, PLAN.hopes,
+        )  # fmt: skip

@@ -24,7 +24,8 @@ from fp8attn.kernels.portable.numerics import TRITON_DTYPES
 from fp8attn.kernels.portable.packed import ALIGNMENT, PackedQKV, PackedTensor, rotary_by_token
 from fp8attn.kernels.portable.packed import in_use as packed_in_use
 from fp8attn.kernels.portable.packed_quantize_kernel import packed_quantize_kernel
-from fp8attn.kernels.portable.quantize_kernel import Plan, quantize_kernel, redo_kernel
+from fp8attn.kernels.portable.quantize_kernel import quantize_kernel, redo_kernel
+from fp8attn.kernels.portable.quantize_tile import Plan
 from fp8attn.kernels.portable.values import launch_values
 from fp8attn.kernels.problem import Masking, Packing, QuantizedQKV, Rotary, Sequences
 from fp8attn.recipe import Recipe

@@ -18,7 +18,7 @@ import triton.language as tl
 from fp8attn.formats import Format
 from fp8attn.kernels.portable.device import multiprocessors
 from fp8attn.kernels.portable.numerics import INTERPRETED, TRITON_DTYPES, cast, decode
-from fp8attn.kernels.portable.quantize_kernel import scale_of
+from fp8attn.kernels.portable.quantize_tile import scale_of
 
 __all__ = ["launch_values"]
 
