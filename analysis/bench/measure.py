@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -23,15 +24,19 @@ Function = Callable[[], object]
 
 
 def medians(
-    functions: Mapping[str, Function], *, graphs: bool = True, calls: int = 4, rounds: int = 25
+    functions: Mapping[str, Function], *, graphs: bool = True, calls: int = 4, rounds: int = 25, settle_ms: float = 0.0
 ) -> dict[str, tuple[float, float, float]]:
     """(p10, median, p90) in ms of a call of each function, by events around ``calls`` of them.
 
     The functions take turns within a round, in both directions, and the first two rounds do not count. With ``graphs``
     CUDA graphs are timed, so that no launch from Python counts; but not of a function named ``"copy"``, which a graph
     would hand to a slower engine.
+
+    With ``settle_ms`` a turn is that long without being timed, and then twice as long: a GPU that draws all its power
+    takes as long to find the clock that it keeps, and until then is as fast as its predecessor let it be.
     """
     runs: dict[str, Function] = {}
+    turns: dict[str, tuple[int, int]] = {}  # runs that are not timed, and that are
     for name, function in functions.items():
 
         def repeat(function: Function = function) -> None:
@@ -47,17 +52,28 @@ def medians(
             with torch.cuda.graph(graph):
                 repeat()
             runs[name] = graph.replay
+        settling = math.ceil(settle_ms / _elapsed(runs[name], 1))
+        turns[name] = settling, max(1, 2 * settling)
     times: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 2):
         for name in list(runs)[:: -1 if number % 2 else 1]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            runs[name]()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
+            settling, timed = turns[name]
+            for _ in range(settling):
+                runs[name]()
+            times[name].append(_elapsed(runs[name], timed) / calls)
     deciles = {name: statistics.quantiles(values[2:], n=10, method="inclusive") for name, values in times.items()}
     return {name: (d[0], d[4], d[8]) for name, d in deciles.items()}
+
+
+def _elapsed(function: Function, times: int) -> float:
+    """Of a call, in ms."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
 
 
 def provenance(module: str, **more: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def rows_of(shape: tuple[int, int, int, int], is_causal: bool) -> list[dict[str,
         "fp8attn-triton": lambda: fp8attn.attention_quantized(qkv, is_causal=is_causal, backend="triton"),
         "fp8attn-triton, with quantization": lambda: fp8attn.attention(q, k, v, is_causal=is_causal, backend="triton"),
     }
-    times = medians(implementations, rounds=15)
+    times = medians(implementations, rounds=7, settle_ms=25)
     flops = 4 * batch * heads * seqlen**2 * head_dim / (2 if is_causal else 1)
     rows = []
     for name, (p10, median, p90) in times.items():

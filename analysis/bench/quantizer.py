@@ -112,7 +112,9 @@ def all_three(batch: int, seqlen: int) -> list[dict[str, Any]]:
             "attention": lambda: attend(problem),
             "statistics included": lambda: quantize_qkv(q, k, v, recipe, masking, scale=scale),
             "statistics frozen": lambda: quantize_qkv(q, k, v, recipe, masking, scale=scale, smoothing=frozen),
-        }
+        },
+        rounds=15,
+        settle_ms=25,
     )
     moved, attention = 3 * (q.nbytes + q.numel()), times.pop("attention")
     return [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TypeVar
@@ -13,9 +14,11 @@ import triton
 
 from fp8attn.kernels.portable.numerics import INTERPRETED
 
-__all__ = ["architecture", "made_apart", "multiprocessors", "row_alignment", "vectorizable"]
+__all__ = ["architecture", "aside", "made_apart", "multiprocessors", "row_alignment", "vectorizable"]
 
 T = TypeVar("T")
+
+_WORTH_A_STREAM = 2**21  # elements: a few microseconds of reading, as much as two events cost
 
 
 def architecture() -> int:
@@ -27,6 +30,28 @@ def architecture() -> int:
 def multiprocessors(device: torch.device) -> int:
     """How many the device has. On a CPU, the interpreter's programs run one after another: few, with several tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def aside(x: torch.Tensor) -> Iterator[torch.cuda.Stream | None]:
+    """A stream for work on x beside the current one, which waits for it in the end; None where x is too small for that.
+
+    Results must be allocated before it is made the current stream: memory belongs to the stream it was allocated on.
+    """
+    if not x.is_cuda or x.numel() < _WORTH_A_STREAM:
+        yield None
+        return
+    stream, current = _side_stream(x.device), torch.cuda.current_stream(x.device)
+    stream.wait_stream(current)
+    try:
+        yield stream
+    finally:
+        current.wait_stream(stream)
 
 
 def row_alignment(head_dim: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,21 +21,28 @@ _TERMS = 3  # of BF16: an FP32 factor's 24 bits
 
 
 class _Layout(NamedTuple):
-    """How a kernel is laid out on the device: warps, stages, programs a multiprocessor, and registers a thread."""
+    """How a kernel is laid out on the device.
 
+    Tokens a tile; of how many heads a program turns a tile at a time; warps, stages, programs a multiprocessor, and
+    registers a thread.
+    """
+
+    tile: int
+    sharing: int
     warps: int
     stages: int
     programs: int
     registers: int
 
 
-def _layout(tile: int, rotary: bool, terms: int) -> _Layout:
+def _layout(head_dim: int, block: int, rotary: bool, terms: int) -> _Layout:
+    """``block``: tokens that share a scale, at most 64 of which every token has its own."""
     # Measured on an H200 at head dim 128. Few warps a program and several programs hide what each of them waits for.
-    if tile == 128:
-        return _Layout(8, 2, 2, 128) if rotary or terms == 1 else _Layout(8, 3, 1, 255)
+    if block == 128:
+        return _Layout(128, 1, 8, 2, 2, 128) if rotary or terms == 1 else _Layout(128, 1, 8, 3, 1, 255)
     if rotary:
-        return _Layout(4, 3, 2, 255)
-    return _Layout(4, 2, 4, 128) if terms == 1 else _Layout(4, 3, 2, 255)
+        return _Layout(64, 2, 4, 3, 2, 255)
+    return _Layout(64, 1, 4, 2, 4, 128) if terms == 1 else _Layout(64, 1, 4, 3, 2, 255)
 
 
 def folds(x: torch.Tensor, fmt: Format, granularity: Granularity, rotary: Rotary | None, *, smoothed: bool) -> bool:
@@ -79,17 +87,16 @@ def launch_folded(
     if x.stride(2) >= 2**24:  # a tile's offsets have 32 bits
         x = x.contiguous()
     batch, heads, seqlen, head_dim = x.shape
-    tile = granularity.size if granularity.kind == "block" else 64
     factor = divisor if multiplier is None else multiplier
     smoothed = next((t for t in (mean, factor) if t is not None), None)
     kv_heads = heads if smoothed is None else smoothed.shape[1]
     terms = _TERMS if factor is not None and rotary is None else 1
-    layout = _layout(tile, rotary is not None, terms)
-    tiles = -(-seqlen // tile)
-    sharing = 2 if rotary is not None and heads % 2 == 0 and tile == 64 else 1
+    layout = _layout(head_dim, granularity.size if granularity.kind == "block" else 1, rotary is not None, terms)
+    tiles = -(-seqlen // layout.tile)
+    sharing = math.gcd(layout.sharing, heads)
     role = "" if mean is None else "key" if shift is None else "shift"
     plan = FoldedPlan(
-        head_dim=head_dim, tile=tile, blocked=granularity.kind == "block",
+        head_dim=head_dim, tile=layout.tile, blocked=granularity.kind == "block",
         rotary=rotary is not None, sharing=sharing, terms=terms,
         factor=factor is not None and rotary is not None, mean=role,
         dtype=TRITON_DTYPES[fmt.dtype], largest=fmt.max, pow2=pow2, stages=layout.stages,

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from fp8attn.formats import Format, get_format
-from fp8attn.kernels.portable.device import architecture, made_apart, multiprocessors
+from fp8attn.kernels.portable.device import architecture, aside, made_apart, multiprocessors
 from fp8attn.kernels.portable.folded import folds, launch_folded
 from fp8attn.kernels.portable.numerics import TRITON_DTYPES
 from fp8attn.kernels.portable.packed import ALIGNMENT, PackedQKV, PackedTensor, rotary_by_token
@@ -80,25 +80,31 @@ def quantize_qkv(
             ends_meet = masking.causal_alignment == "bottom_right"
             rotary_q = rotary_by_token(rotary, queries, keys if ends_meet else None)
             rotary_k = rotary_by_token(rotary, keys, None)
-    if smoothing is None:
-        smoothing = _fitted(query, key, value, recipe, masking, scale, rotary_q, rotary_k, packing)
-    rotate = recipe.rotate if recipe.rotate != "none" else None
-    transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
     columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
-    # Keys first: of what the statistics read last, some is still in the cache.
-    k, _ = quantize_heads(
-        key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary_k,
-        mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform, sequences=keys,
+    of_values = partial(
+        quantize_heads, value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, columns=columns,
+        sequences=keys,
     )  # fmt: skip
-    q, logit_shift = quantize_heads(
-        query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary_q,
-        first_position=first_position, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
-        transform=transform, sequences=queries,
-    )  # fmt: skip
-    v, _ = quantize_heads(
-        value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=smoothing.v_mean,
-        columns=columns, sequences=keys,
-    )  # fmt: skip
+    with aside(value) as side:
+        v = None
+        if smoothing is not None or not recipe.smooth_v:  # beside statistics, which leave memory idle at times
+            v, _ = of_values(mean=None if smoothing is None else smoothing.v_mean, stream=side)
+        if smoothing is None:
+            smoothing = _fitted(query, key, value, recipe, masking, scale, rotary_q, rotary_k, packing)
+        rotate = recipe.rotate if recipe.rotate != "none" else None
+        transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
+        # Keys first: of what the statistics read last, some is still in the cache.
+        k, _ = quantize_heads(
+            key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary_k,
+            mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform, sequences=keys,
+        )  # fmt: skip
+        q, logit_shift = quantize_heads(
+            query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary_q,
+            first_position=first_position, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
+            transform=transform, sequences=queries,
+        )  # fmt: skip
+        if v is None:
+            v, _ = of_values(mean=smoothing.v_mean)
     made, count = (QuantizedQKV, value.shape[0]) if keys is None else (PackedQKV, keys.count)
     v_mean = None if smoothing.v_mean is None else smoothing.v_mean.expand(count, -1, -1, -1)
     return made(q, k, v, recipe, query.dtype, logit_shift, v_mean, keys_in_use)
@@ -262,12 +268,14 @@ def quantize_heads(
     columns: bool = False,
     config: Config | None = None,
     sequences: Sequences | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """One tensor (B, H, S, D) to codes and scales, and x . shift_mean (B, H, S) in FP32 if that mean is given.
 
     In this order: ``rotary`` (token i at position ``first_position`` + i), the shift, minus ``mean``, times
     ``multiplier``, over ``divisor``, ``transform``. Statistics are (B or 1, H or a divisor of it, 1, D). ``columns``
-    stores permuted columns; ``config`` replaces the choice of ``default_config``.
+    stores permuted columns; ``config`` replaces the choice of ``default_config``; ``stream``: for kernels that can run beside
+    the caller's.
 
     With ``sequences`` x is a packed batch, and the result a ``PackedTensor``: statistics have one entry a sequence, and
     rotary tables a row a token.
@@ -296,7 +304,8 @@ def quantize_heads(
         step is None for step in (rotary, shift_mean, multiplier, divisor, transform, config)
     )
     if x.numel() and fmt.scaled and of_values and sequences is None:
-        launch_values(x, codes, scale, fmt, scale_mode == "pow2", _BOUND, columns=columns, in_use=in_use, mean=mean)
+        with torch.cuda.stream(stream):
+            launch_values(x, codes, scale, fmt, scale_mode == "pow2", _BOUND, columns=columns, in_use=in_use, mean=mean)
     elif x.numel():
         untouched = rotary is None and mean is None and multiplier is None and divisor is None
         segments, bound = _segments(transform, x, rotary, untouched), _BOUND
