@@ -10,8 +10,10 @@ tensor needs the largest magnitude of many tiles first: then the same kernel run
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,16 +83,21 @@ def quantize_qkv(
             rotary_q = rotary_by_token(rotary, queries, keys if ends_meet else None)
             rotary_k = rotary_by_token(rotary, keys, None)
     columns = all(get_format(f).dtype.itemsize == 1 for f in (recipe.v_format, recipe.p_format))
-    of_values = partial(
-        quantize_heads, value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, columns=columns,
-        sequences=keys,
-    )  # fmt: skip
-    with aside(value) as side:
-        v = None
-        if smoothing is not None or not recipe.smooth_v:  # beside statistics, which leave memory idle at times
-            v, _ = of_values(mean=None if smoothing is None else smoothing.v_mean, stream=side)
+    quantized: list[QuantizedTensor] = []
+    with ExitStack() as pending:
+
+        def quantize_values(mean: torch.Tensor | None = None) -> None:
+            v, _ = quantize_heads(
+                value, recipe.v_format, recipe.v_scale, recipe.scale_mode, in_use=keys_in_use, mean=mean,
+                columns=columns, sequences=keys, stream=pending.enter_context(aside(value)),
+            )  # fmt: skip
+            quantized.append(v)
+
         if smoothing is None:
-            smoothing = _fitted(query, key, value, recipe, masking, scale, rotary_q, rotary_k, packing)
+            meanwhile = None if recipe.smooth_v else quantize_values
+            smoothing = _fitted(query, key, value, recipe, masking, scale, rotary_q, rotary_k, packing, meanwhile)
+        if not quantized:
+            quantize_values(smoothing.v_mean)
         rotate = recipe.rotate if recipe.rotate != "none" else None
         transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
         # Keys first: of what the statistics read last, some is still in the cache.
@@ -103,11 +110,9 @@ def quantize_qkv(
             first_position=first_position, shift_mean=smoothing.k_mean, multiplier=smoothing.balance,
             transform=transform, sequences=queries,
         )  # fmt: skip
-        if v is None:
-            v, _ = of_values(mean=smoothing.v_mean)
     made, count = (QuantizedQKV, value.shape[0]) if keys is None else (PackedQKV, keys.count)
     v_mean = None if smoothing.v_mean is None else smoothing.v_mean.expand(count, -1, -1, -1)
-    return made(q, k, v, recipe, query.dtype, logit_shift, v_mean, keys_in_use)
+    return made(q, k, quantized[0], recipe, query.dtype, logit_shift, v_mean, keys_in_use)
 
 
 def _fitted(
@@ -120,15 +125,15 @@ def _fitted(
     rotary_q: Rotary | None,
     rotary_k: Rotary | None,
     packing: Packing | None,
+    meanwhile: Callable[[], None] | None,
 ) -> Smoothing:
     if recipe.smooth_k is False and recipe.smooth_v is False and recipe.balance == "none":
         return Smoothing()
     from fp8attn.kernels.portable.statistics import fit_smoothing
 
-    if packing is None:
-        return fit_smoothing(query, key, value, recipe, masking, scale=scale, rotary=rotary_k)
+    of_packed: dict[str, Any] = {} if packing is None else {"packing": packing, "rotary_q": rotary_q}
     return fit_smoothing(
-        query, key, value, recipe, masking, scale=scale, rotary=rotary_k, packing=packing, rotary_q=rotary_q
+        query, key, value, recipe, masking, scale=scale, rotary=rotary_k, meanwhile=meanwhile, **of_packed
     )
 
 
@@ -274,8 +279,8 @@ def quantize_heads(
 
     In this order: ``rotary`` (token i at position ``first_position`` + i), the shift, minus ``mean``, times
     ``multiplier``, over ``divisor``, ``transform``. Statistics are (B or 1, H or a divisor of it, 1, D). ``columns``
-    stores permuted columns; ``config`` replaces the choice of ``default_config``; ``stream``: for kernels that can run beside
-    the caller's.
+    stores permuted columns; ``config`` replaces the choice of ``default_config``. Kernels that can run beside the
+    caller's take ``stream``.
 
     With ``sequences`` x is a packed batch, and the result a ``PackedTensor``: statistics have one entry a sequence, and
     rotary tables a row a token.

@@ -34,6 +34,8 @@ from fp8attn.recipe import Recipe
 from fp8attn.transforms import Smoothing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fp8attn.kernels.problem import Packing, Rotary, Sequences
 
 __all__ = ["fit_smoothing"]
@@ -63,6 +65,7 @@ def fit_smoothing(
     rotary: Rotary | None = None,
     packing: Packing | None = None,
     rotary_q: Rotary | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Smoothing:
     """The statistics that the recipe asks for, as the reference's ``fit_smoothing`` but of the tensors as they come.
 
@@ -78,6 +81,9 @@ def fit_smoothing(
 
     With ``packing`` the tensors are a packed batch, and every sequence gets the statistics that it has alone: (N, Hkv,
     1, D). Rotary tables have a row a token then, those of queries in ``rotary_q``.
+
+    ``meanwhile`` launches what else there is to do, if anything is fitted, when the kernel that reads everything has
+    been launched: the others leave memory idle.
     """
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     queries, keys = (None, None) if packing is None else (packing.queries, packing.keys)
@@ -132,6 +138,8 @@ def fit_smoothing(
                 WITH_Q=programs[0] > 0, WITH_K=programs[1] > 0, WITH_V=programs[2] > 0,
                 CENTER_K=bool(recipe.smooth_k), num_warps=4,
             )  # fmt: skip
+        if meanwhile is not None:
+            meanwhile()
         merge_kernel[(batch * num_kv_heads, triton.cdiv(channels, _MERGED_CHANNELS))](
             records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks,
             num_q_heads // num_kv_heads, head_dim, head_dim_v,
