@@ -41,7 +41,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def aside(x: torch.Tensor) -> Iterator[torch.cuda.Stream | None]:
     """A stream for work on x beside the current one, which waits for it in the end; None where x is too small for that.
 
-    Results must be allocated before it is made the current stream: memory belongs to the stream it was allocated on.
+    The stream begins where the current one is now. What it writes for others must be allocated on the current stream,
+    before more work goes there: memory is free for whatever comes later on that stream, not for what runs beside it.
     """
     if not x.is_cuda or x.numel() < _WORTH_A_STREAM:
         yield None

@@ -100,10 +100,10 @@ def quantize_qkv(
             quantize_values(smoothing.v_mean)
         rotate = recipe.rotate if recipe.rotate != "none" else None
         transform = None if rotate is None else make_transform(rotate, query.shape[-1], seed=recipe.seed)
-        # Keys first: of what the statistics read last, some is still in the cache.
         k, _ = quantize_heads(
             key, recipe.k_format, recipe.k_scale, recipe.scale_mode, in_use=keys_in_use, rotary=rotary_k,
             mean=smoothing.k_mean, divisor=smoothing.balance, transform=transform, sequences=keys,
+            stream=pending.enter_context(aside(key)),
         )  # fmt: skip
         q, logit_shift = quantize_heads(
             query, recipe.q_format, recipe.q_scale, recipe.scale_mode, in_use=queries_in_use, rotary=rotary_q,
@@ -279,8 +279,7 @@ def quantize_heads(
 
     In this order: ``rotary`` (token i at position ``first_position`` + i), the shift, minus ``mean``, times
     ``multiplier``, over ``divisor``, ``transform``. Statistics are (B or 1, H or a divisor of it, 1, D). ``columns``
-    stores permuted columns; ``config`` replaces the choice of ``default_config``. Kernels that can run beside the
-    caller's take ``stream``.
+    stores permuted columns; ``config`` replaces the choice of ``default_config``; ``stream``: ``aside``'s.
 
     With ``sequences`` x is a packed batch, and the result a ``PackedTensor``: statistics have one entry a sequence, and
     rotary tables a row a token.
@@ -299,8 +298,6 @@ def quantize_heads(
     else:  # rows at multiples of 16 bytes, as the tensor memory accelerator wants them
         row = -(-head_dim // 16) * 16
         codes = torch.empty(batch, heads, rows, row, dtype=fmt.dtype, device=x.device)[..., :head_dim]
-    if sequences is not None:  # between them, too, values are finite: a weight of 0 hides no NaN
-        codes.zero_()
     steps: dict[str, Any] = {
         "in_use": in_use, "rotary": rotary, "first_position": first_position, "shift_mean": shift_mean, "shift": shift,
         "mean": mean, "multiplier": multiplier, "divisor": divisor,
@@ -308,33 +305,35 @@ def quantize_heads(
     of_values = grouping.kind == "channel" and all(
         step is None for step in (rotary, shift_mean, multiplier, divisor, transform, config)
     )
-    if x.numel() and fmt.scaled and of_values and sequences is None:
-        with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):
+        if sequences is not None:  # between them, too, values are finite: a weight of 0 hides no NaN
+            codes.zero_()
+        if x.numel() and fmt.scaled and of_values and sequences is None:
             launch_values(x, codes, scale, fmt, scale_mode == "pow2", _BOUND, columns=columns, in_use=in_use, mean=mean)
-    elif x.numel():
-        untouched = rotary is None and mean is None and multiplier is None and divisor is None
-        segments, bound = _segments(transform, x, rotary, untouched), _BOUND
-        if transform is not None and segments[2] is None:
-            values = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        elif x.numel():
+            untouched = rotary is None and mean is None and multiplier is None and divisor is None
+            segments, bound = _segments(transform, x, rotary, untouched), _BOUND
+            if transform is not None and segments[2] is None:
+                values = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+                _launch(
+                    x, values, None, Granularity("token"), None, False, segments, config=config, sequences=sequences,
+                    **steps,
+                )  # fmt: skip
+                x, bound, steps = transform.apply(values), _FLOAT32_MAX, {}
+                segments = _segments(None, x, None, True)
+            fast = None
+            if sequences is None:
+                fast = _folded(transform, x, fmt, grouping, columns=columns, config=config, **steps)
+            if fast is not None and fast.signs is not None:
+                launch_folded(
+                    x, codes, scale, shift, grouping, fmt, scale_mode == "pow2", fast.high, fast.signs, fast.factor,
+                    rotary=rotary, first_position=first_position, mean=mean if shift_mean is None else shift_mean,
+                    multiplier=multiplier, divisor=divisor,
+                )  # fmt: skip
             _launch(
-                x, values, None, Granularity("token"), None, False, segments, config=config, sequences=sequences,
-                **steps,
+                x, codes, scale, grouping, fmt, scale_mode == "pow2", segments, columns=columns, bound=bound,
+                config=config, redo=fast is not None, sequences=sequences, **steps,
             )  # fmt: skip
-            x, bound, steps = transform.apply(values), _FLOAT32_MAX, {}
-            segments = _segments(None, x, None, True)
-        fast = None
-        if sequences is None:
-            fast = _folded(transform, x, fmt, grouping, columns=columns, config=config, **steps)
-        if fast is not None and fast.signs is not None:
-            launch_folded(
-                x, codes, scale, shift, grouping, fmt, scale_mode == "pow2", fast.high, fast.signs, fast.factor,
-                rotary=rotary, first_position=first_position, mean=mean if shift_mean is None else shift_mean,
-                multiplier=multiplier, divisor=divisor,
-            )  # fmt: skip
-        _launch(
-            x, codes, scale, grouping, fmt, scale_mode == "pow2", segments, columns=columns, bound=bound, config=config,
-            redo=fast is not None, sequences=sequences, **steps,
-        )  # fmt: skip
     if sequences is not None:
         layout = "permuted_columns" if columns else "rows"
         return PackedTensor(codes, scale, fmt, grouping, layout=layout, total=seqlen), shift
