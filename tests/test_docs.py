@@ -46,6 +46,19 @@ def test_the_readmes_figures_are_the_measured_ones() -> None:
     assert f"{sorted(ratios)[-2]:.1f} to {max(ratios):.1f} times" in readme
 
 
+def test_the_readmes_speeds_are_the_measured_ones() -> None:
+    measured = json.loads((ROOT / "docs/results/h200/prefill.json").read_text(encoding="utf-8"))["rows"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("**", "")
+    lines = re.findall(r"^\| (\d+) x (\d+) x (\d+) x (\d+)(, causal)? \| (.*) \|$", readme, re.MULTILINE)
+    assert len(lines) >= 3
+    for *shape, causal, cells in lines:
+        keys = ("batch", "num_q_heads", "seqlen_q", "head_dim", "causal")
+        problem = dict(zip(keys, (*map(int, shape), bool(causal)), strict=True))
+        rows = [row for row in measured if problem.items() <= row.items() and row["impl"] != "fa2-bf16"]
+        ours = [f"{row['tflops']:.0f} ({row['times_cudnn']:.2f} times)" for row in rows[1:]]
+        assert cells == " | ".join([f"{rows[0]['tflops']:.0f}", *ours])
+
+
 def test_the_committed_sample_result_is_what_a_run_gives() -> None:
     """Sums in another order move a rare weight across a rounding boundary: 1e-3 of an error is far from any change."""
     committed = json.loads((ROOT / "docs/results/cpu/sample.json").read_text(encoding="utf-8"))["mean"]

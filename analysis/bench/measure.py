@@ -97,7 +97,7 @@ def provenance(module: str, **more: Any) -> dict[str, Any]:
         "fp8attn": fp8attn.__version__,
         "commit": os.environ.get("GIT_COMMIT") or output("git", "rev-parse", "HEAD"),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module}", *(Path(argument).name for argument in sys.argv[1:])]),
         **more,
     }
 
