@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8attn.kernels.portable.numerics import block_boundary, cast, decode, operand_e4m3, product, row_sums
+from fp8attn.kernels.portable.numerics import block_boundary, cast, computed, decode, operand_e4m3, product, row_sums
 
 __all__ = ["LARGEST_LOGIT", "LOG2E", "P_BITS", "take_tile"]
 
@@ -182,7 +182,10 @@ def take_tile(
         pv = product(p8, v, V_DTYPE)
         if V_PER_KEY:
             pv = pv * tile_scale[:, None]
-        new = new + (acc[i] * alpha[:, None] + pv,)
+        folded = acc[i] * alpha[:, None] + pv
         if i + 1 < len(acc):  # one product in flight: two would not fit beside the accumulators
+            if not HAS_RIGHT:  # Triton 3.9 would compute all sums in the end; with a diagonal this makes it worse
+                folded = computed(folded)
             block_boundary(n, i)
+        new = new + (folded,)
     return new, m_new, l

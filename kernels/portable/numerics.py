@@ -13,6 +13,7 @@ __all__ = [
     "INTERPRETED",
     "TRITON_DTYPES",
     "cast",
+    "computed",
     "decode",
     "expand_bytes",
     "fragments_hold",
@@ -221,6 +222,14 @@ def fragments_hold(ttgir: str) -> bool:
             r"elementwise_inline_asm .*packed_element = ([48]) : .*?tensor<[^>]*, (#\w+)>", ttgir
         )
     )
+
+
+@triton.jit
+def computed(x):
+    """FP32 x, computed where this stands and not where it is first used; costs no instruction."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -85,10 +85,7 @@ UNMENDED: dict[str, set[str]] = {
         "forward-90-fa3-256-256-True-4096",
         "packed-90-default-128-4096-True",
     },
-    "3.6": {
-        "forward-90-default-256-256-False-4001",
-        "packed-90-default-128-4096-True",
-    },
+    "3.6": {"packed-90-default-128-4096-True"},
 }
 #: Far too many tiles in flight and too few registers.
 FAULTY = forward(
