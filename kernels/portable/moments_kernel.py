@@ -110,17 +110,20 @@ def _guarded_moments(
 @triton.jit
 def _record(
     x, steps, in_use, in_use_strides, records, counts, record, channels, index, heads, chunks, seqlen, cu_seqlens,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Write the record of chunk ``index`` of a tensor (B, H, S, D): mean and norm of every channel.
 
     To ``counts`` goes the number n of rows that count, or -1 - n if some row does not or is over the bound.
     """
     BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    batch, head, _, begin, first, end = chunk_of(index, heads, chunks, seqlen, cu_seqlens)
+    batch, head, _, begin, first, end, step = chunk_of(index, heads, chunks, seqlen, cu_seqlens, SAMPLE)
     base = row_pointer(x, steps, batch, head, begin, HEAD_DIM)
-    if in_use is not None and cu_seqlens is not None:
-        in_use += begin
+    steps = (steps[0], steps[1], steps[2] * step)
+    if in_use is not None:
+        in_use_strides = (in_use_strides[0], in_use_strides[1] * step)
+        if cu_seqlens is not None:
+            in_use += begin
     n = (end - first).to(tl.float32)
     mean = tl.zeros([BLOCK_D], tl.float32)
     norm = tl.zeros([BLOCK_D], tl.float32)
@@ -158,7 +161,7 @@ def partials_kernel(
     q, q_steps, k, k_steps, v, v_steps, q_in_use, q_in_use_strides, k_in_use, k_in_use_strides,
     records, counts, channels, programs, chunks, heads, seqlens, q_cu_seqlens, k_cu_seqlens,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, ROWS: tl.constexpr, ROWS_V: tl.constexpr,
-    WITH_Q: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr, CENTER_K: tl.constexpr,
+    WITH_Q: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr, CENTER_K: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """Programs of q first, then those of k, then of v. ``chunks``: for each, how many a head and how long."""
     record = tl.program_id(0)
@@ -166,17 +169,17 @@ def partials_kernel(
     if WITH_Q and record < programs[0]:
         _record(
             q, q_steps, q_in_use, q_in_use_strides, records, counts, record, channels,
-            record, heads[0], chunks[0], seqlens[0], q_cu_seqlens, HEAD_DIM, ROWS, False,
+            record, heads[0], chunks[0], seqlens[0], q_cu_seqlens, HEAD_DIM, ROWS, False, SAMPLE,
         )  # fmt: skip
     if WITH_K and record >= programs[0] and record < first_of_v:
         _record(
             k, k_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
-            record - programs[0], heads[1], chunks[1], seqlens[1], k_cu_seqlens, HEAD_DIM, ROWS, CENTER_K,
+            record - programs[0], heads[1], chunks[1], seqlens[1], k_cu_seqlens, HEAD_DIM, ROWS, CENTER_K, 0,
         )  # fmt: skip
     if WITH_V and record >= first_of_v:
         _record(
             v, v_steps, k_in_use, k_in_use_strides, records, counts, record, channels,
-            record - first_of_v, heads[1], chunks[2], seqlens[1], k_cu_seqlens, HEAD_DIM_V, ROWS_V, True,
+            record - first_of_v, heads[1], chunks[2], seqlens[1], k_cu_seqlens, HEAD_DIM_V, ROWS_V, True, 0,
         )  # fmt: skip
 
 
@@ -226,6 +229,7 @@ def merge_kernel(
     records, counts, channels, k_mean, v_mean, balance, candidates, programs, chunks, group, head_dim, head_dim_v,
     heads, seqlens, q_cu_seqlens, k_cu_seqlens,
     SMOOTH_K: tl.constexpr, AUTO: tl.constexpr, SMOOTH_V: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """One program a kv head and ``BLOCK`` channels.
 
@@ -245,7 +249,7 @@ def merge_kernel(
         spread = tl.div_rn(norm, tl.sqrt_rn(tl.maximum(n, 1.0)))
         q_rms = tl.zeros(channel.shape, tl.float32)
         if BALANCED:
-            first, number = records_of(kv_head, group, heads, chunks[0], seqlens[0], q_cu_seqlens)
+            first, number = records_of(kv_head, group, heads, chunks[0], seqlens[0], q_cu_seqlens, SAMPLE)
             q_n, _, q_norm, _ = _merged(records, counts, channels, first, number, channel, inside, False)
             q_rms = tl.div_rn(q_norm, tl.sqrt_rn(tl.maximum(q_n, 1.0)))
         if AUTO:

@@ -3,8 +3,8 @@
 Four kernels at most, each a plain grid over independent programs; what they hand on lies in fixed places and is summed
 in a fixed order, so that the same input gives the same bits:
 
-1. ``partials_kernel`` reads q, k and v once. A program takes a chunk of one head's tokens and writes a *record*: how
-   many tokens count, and per channel their mean and the norm of the deviations from it.
+1. ``partials_kernel`` reads k, v and a sample of q once. A program takes a chunk of one head's tokens and writes a
+   *record*: how many tokens count, and per channel their mean and the norm of the deviations from it.
 2. ``merge_kernel`` merges the records of a head, and of a kv head's query heads.
 3. ``weigh_kernel``, for ``smooth_k="auto"``: attention of sampled query rows over a chunk of keys, which yields the
    weighted error of both candidates, c = 0 and c = mean.
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["fit_smoothing"]
 
 _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides, as in the reference
+_SAMPLED_QUERIES = 1024  # a head at least, if there are as many, of which queries' rms is taken, as in the reference
 
 # How programs share a head's tokens: a function of its length alone, so that a sequence's statistics do not depend on
 # the batch it is in. A chunk is long enough to pay off what its program begins and ends with, and 64 records of a head
@@ -71,7 +72,8 @@ def fit_smoothing(
 
     Queries (B, Hq, Sq, D), keys (B, Hkv, Sk, D) and values (B, Hkv, Sk, Dv) in float32, bfloat16 or float16 and of any
     strides. Statistics are over the tokens in use whose every channel is finite in that head; finite values count as at
-    most 2^90 in magnitude. ``scale``, the softmax scale, serves the decision of ``smooth_k="auto"`` alone.
+    most 2^90 in magnitude. Of queries a sample will do: every n-th, n = max(1, Sq // 1024). ``scale``, the softmax
+    scale, serves the decision of ``smooth_k="auto"`` alone.
 
     ``rotary`` turns queries and keys first. That runs in PyTorch, in FP32: two more tensors in memory.
 
@@ -112,7 +114,14 @@ def fit_smoothing(
     in_use = masking.in_use if packing is None else packed_in_use(packing, masking)
     queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in in_use)
     tiles = ((q, queries, _rows(head_dim)), (k, keys, _rows(head_dim)), (v, keys, _rows(head_dim_v)))
-    every, chunks = zip(*(_all_chunks(x, own, max(rows, _CHUNK), _MOST_CHUNKS) for x, own, rows in tiles), strict=True)
+    samples = (_SAMPLED_QUERIES, 0, 0)
+    every, chunks = zip(
+        *(
+            _all_chunks(x, own, max(rows, _CHUNK), _MOST_CHUNKS, sample)
+            for (x, own, rows), sample in zip(tiles, samples, strict=True)
+        ),
+        strict=True,
+    )
     programs = (
         every[0] if balanced else 0,
         every[1] if balanced or recipe.smooth_k else 0,
@@ -136,7 +145,7 @@ def fit_smoothing(
                 _cu_seqlens(queries), _cu_seqlens(keys),
                 HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, ROWS=_rows(head_dim), ROWS_V=_rows(head_dim_v),
                 WITH_Q=programs[0] > 0, WITH_K=programs[1] > 0, WITH_V=programs[2] > 0,
-                CENTER_K=bool(recipe.smooth_k), num_warps=4,
+                CENTER_K=bool(recipe.smooth_k), SAMPLE=_SAMPLED_QUERIES, num_warps=4,
             )  # fmt: skip
         if meanwhile is not None:
             meanwhile()
@@ -145,7 +154,7 @@ def fit_smoothing(
             num_q_heads // num_kv_heads, head_dim, head_dim_v,
             num_kv_heads, (seqlen_q, seqlen_k), _cu_seqlens(queries), _cu_seqlens(keys),
             SMOOTH_K=bool(recipe.smooth_k), AUTO=auto, SMOOTH_V=recipe.smooth_v, BALANCED=balanced,
-            BLOCK=_MERGED_CHANNELS, num_warps=4,
+            BLOCK=_MERGED_CHANNELS, SAMPLE=_SAMPLED_QUERIES, num_warps=4,
         )  # fmt: skip
         if auto:
             states, norms, key_chunks = _weigh(
@@ -175,8 +184,8 @@ def _weigh(
     """Of the sampled rows: what their attention to each chunk of keys leaves to merge (B * Hq, chunks, 4, rows), and
     what errors are to be multiplied by (B * Hq, 2, rows), NaN where a row is not finite.
 
-    Also how keys are cut, as ``_chunk_of`` takes it. Of a packed batch the states are (Hq, chunks of all sequences, 4,
-    rows) in size, and numbered by ``_records_of``.
+    Also how keys are cut, as ``chunk_of`` takes it. Of a packed batch the states are (Hq, chunks of all sequences, 4,
+    rows) in size, and numbered by ``records_of``.
     """
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_k = k.shape[1:3]
@@ -215,15 +224,18 @@ def _chunks(seqlen: int, tile: int, most: int) -> tuple[int, int]:
     return -(-seqlen // length), length
 
 
-def _all_chunks(x: torch.Tensor, sequences: Sequences | None, tile: int, most: int) -> tuple[int, tuple[int, ...]]:
-    """How many chunks a tensor (B, H, S, D) is cut into, over all heads, and how, as ``_chunk_of`` takes it.
+def _all_chunks(
+    x: torch.Tensor, sequences: Sequences | None, tile: int, most: int, sample: int = 0
+) -> tuple[int, tuple[int, ...]]:
+    """How many chunks a tensor (B, H, S, D) is cut into, over all heads, and how, as ``chunk_of`` takes it.
 
     Of a packed batch the number is what there is room for: as many as the longest sequence may have for each (the first
-    of what ``_chunk_of`` takes), or if it is less, as many as fit all tokens (the first is 0 then).
+    of what ``chunk_of`` takes), or if it is less, as many as fit all tokens (the first is 0 then).
     """
     batch, heads, seqlen, _ = x.shape
     if sequences is None:
-        number, length = _chunks(seqlen, tile, most)
+        step = max(1, seqlen // sample) if sample else 1
+        number, length = _chunks(-(-seqlen // step), tile, most)
         return batch * heads * number, (number, length)
     number = min(most, -(-sequences.longest // tile))
     alike, packed = sequences.count * number, sequences.units(tile)

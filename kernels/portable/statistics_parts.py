@@ -19,6 +19,7 @@ __all__ = [
     "records_of",
     "row_pointer",
     "safe_norm",
+    "sampling_step",
     "those_in_use",
 ]
 
@@ -73,17 +74,18 @@ def bound(x):
 
 
 @triton.jit
-def chunk_of(index, heads, chunks, seqlen, cu_seqlens):
-    """(batch, head, number in the head, where its tokens begin, first token, one past the last) of a chunk.
+def chunk_of(index, heads, chunks, seqlen, cu_seqlens, SAMPLE: tl.constexpr = 0):
+    """(batch, head, number in the head, where its tokens begin, first token, one past the last, step) of a chunk.
 
     ``chunks``: how many a head, and how long. With ``cu_seqlens`` (``_all_chunks``) a sequence is cut as it would be
     alone, and followed by empty chunks; tokens are counted from where it begins. ``records_of`` knows, too, how chunks
-    are numbered.
+    are numbered. With ``SAMPLE`` only every ``step``-th token is one (``sampling_step``).
     """
     if cu_seqlens is None:
         sequence, head = index // chunks[0] // heads, index // chunks[0] % heads
         chunk, begin, first = index % chunks[0], 0, index % chunks[0] * chunks[1]
-        end = tl.minimum(first + chunks[1], seqlen)
+        step = sampling_step(seqlen, SAMPLE)
+        end = tl.minimum(first + chunks[1], tl.cdiv(seqlen, step))
     else:
         sequence = index // heads
         if chunks[0] > 0:
@@ -91,6 +93,8 @@ def chunk_of(index, heads, chunks, seqlen, cu_seqlens):
         else:
             sequence, _, _, _ = find_sequence(cu_seqlens, chunks[3], sequence, chunks[1], seqlen)
         begin, length = bounds(cu_seqlens, sequence, seqlen)
+        step = sampling_step(length, SAMPLE)
+        length = tl.cdiv(length, step)
         number, size = _packed_chunks(length, chunks)
         of_sequence = index - _packed_chunks_before(sequence, begin, chunks) * heads
         number = tl.maximum(number, 1)
@@ -98,7 +102,13 @@ def chunk_of(index, heads, chunks, seqlen, cu_seqlens):
         head = tl.minimum(of_sequence // number, heads - 1)
         first = tl.where(of_sequence < number * heads, chunk * size, length)
         end = tl.minimum(first + size, length)
-    return sequence.to(tl.int64), head.to(tl.int64), chunk, begin, first, end
+    return sequence.to(tl.int64), head.to(tl.int64), chunk, begin, first, end, step
+
+
+@triton.jit
+def sampling_step(length, SAMPLE: tl.constexpr):
+    """Every which token of a sequence counts, so that ``SAMPLE`` of them do at least, where there are as many."""
+    return tl.maximum(length // SAMPLE, 1) if SAMPLE > 0 else 1
 
 
 @triton.jit
@@ -116,7 +126,7 @@ def _packed_chunks_before(sequence, begin, chunks):
 
 
 @triton.jit
-def records_of(kv_head, group, heads, chunks, seqlen, cu_seqlens):
+def records_of(kv_head, group, heads, chunks, seqlen, cu_seqlens, SAMPLE: tl.constexpr = 0):
     """(First, number) of the chunks of a kv head, and of its ``group`` of heads; ``heads``: kv heads."""
     if cu_seqlens is None:
         number = chunks[0]
@@ -124,7 +134,7 @@ def records_of(kv_head, group, heads, chunks, seqlen, cu_seqlens):
     else:
         sequence = kv_head // heads
         begin, length = bounds(cu_seqlens, sequence, seqlen)
-        number, _ = _packed_chunks(length, chunks)
+        number, _ = _packed_chunks(tl.cdiv(length, sampling_step(length, SAMPLE)), chunks)
         first = _packed_chunks_before(sequence, begin, chunks) * heads + kv_head % heads * number
     return first * group, number * group
 

@@ -216,7 +216,7 @@ def weigh_kernel(
     group = heads[0] // heads[1]
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: the last keys are still in the cache
     member = index % group
-    batch, kv_head, chunk, k_begin, first, end = chunk_of(index // group, heads[1], chunks, seqlens[1], k_cu_seqlens)
+    batch, kv_head, chunk, k_begin, first, end, _ = chunk_of(index // group, heads[1], chunks, seqlens[1], k_cu_seqlens)
     q_begin, seqlen_q, seqlen_k, diagonal = 0, seqlens[0], seqlens[1], band[0]
     if k_cu_seqlens is not None:
         if first >= end:

@@ -15,6 +15,7 @@ __all__ = ["fit_smoothing", "quantize_qkv"]
 # weighted values overflows and makes NaN of infinities.
 _LARGEST = 2.0**90
 _SAMPLED_ROWS = 64  # query rows a head on which smooth_k="auto" decides
+_SAMPLED_QUERIES = 1024  # a head at least, if there are as many, of which queries' rms is taken
 
 
 def quantize_qkv(
@@ -74,20 +75,24 @@ def quantize_qkv(
 def fit_smoothing(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, masking: Masking, *, scale: float
 ) -> Smoothing:
-    """The statistics that the recipe asks for, over the tokens in use; tokens with NaN or infinity are left out."""
+    """The statistics that the recipe asks for, over the tokens in use; tokens with NaN or infinity are left out.
+
+    Of queries, which have a part in the balance alone, a sample will do: every n-th, n = max(1, Sq // 1024).
+    """
     if 0 in (q.shape[1], k.shape[1]):
         return Smoothing()
     queries_in_use, keys_in_use = masking.in_use
     q_valid, k_valid = _finite_tokens(q, queries_in_use), _finite_tokens(k, keys_in_use)
+    q_sampled = torch.arange(q.shape[2], device=q.device) % max(1, q.shape[2] // _SAMPLED_QUERIES) == 0
     k_mean = None
     if recipe.smooth_k is not False:
         k_mean = channel_mean(k, k_valid)
         if recipe.smooth_k == "auto":
-            helps = _mean_out_helps(q, k, recipe, masking, scale, q_valid, k_valid)
+            helps = _mean_out_helps(q, k, recipe, masking, scale, q_valid, q_sampled, k_valid)
             k_mean = torch.where(helps[..., None, None], k_mean, 0.0)
     balance = None
     if recipe.balance == "rms":
-        balance = balance_factors(q, k if k_mean is None else k - k_mean, q_valid=q_valid, k_valid=k_valid)
+        balance = balance_factors(q, k if k_mean is None else k - k_mean, q_valid=q_valid & q_sampled, k_valid=k_valid)
     v_mean = channel_mean(v, _finite_tokens(v, keys_in_use)) if recipe.smooth_v else None
     return Smoothing(k_mean=k_mean, v_mean=v_mean, balance=balance)
 
@@ -99,6 +104,7 @@ def _mean_out_helps(
     masking: Masking,
     scale: float,
     q_valid: torch.Tensor,
+    q_sampled: torch.Tensor,
     k_valid: torch.Tensor,
 ) -> torch.Tensor:
     """(B, Hkv) boolean, from the attention weights of sampled rows; one kv head at a time to bound the memory."""
@@ -127,7 +133,7 @@ def _mean_out_helps(
             helps = mean_out_helps(
                 q_rows, keys, weights, q=q[b : b + 1, heads],
                 rotated=recipe.rotate != "none", balanced=recipe.balance == "rms",
-                q_valid=q_valid[b : b + 1, heads], k_valid=k_valid[b : b + 1, g : g + 1],
+                q_valid=q_valid[b : b + 1, heads] & q_sampled, k_valid=k_valid[b : b + 1, g : g + 1],
             )  # fmt: skip
             decisions[b, g] = helps[0, 0]
     return decisions

@@ -10,6 +10,7 @@ import torch
 
 import fp8attn
 from fp8attn import Recipe
+from fp8attn.kernels.portable import statistics
 from fp8attn.kernels.problem import Rotary
 from fp8attn.transforms import Smoothing
 from oracle import MODEL, relative_error
@@ -96,6 +97,14 @@ def test_sequences_have_the_same_bits_alone(name: str) -> None:
     out, lse = fp8attn.attention_varlen(*tensors, *cu, return_lse=True, backend="triton", **options)
     expected, expected_lse = alone(tensors, lengths, **options)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
+def test_sequences_have_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 queries every tenth, of 17 every fourth, of 5 all; in one chunk or several a head."""
+    monkeypatch.setattr(statistics, "_SAMPLED_QUERIES", 4)
+    monkeypatch.setattr(statistics, "_CHUNK", 2)
+    monkeypatch.setattr(statistics, "_TILE_ELEMENTS", 64)
+    test_sequences_have_the_same_bits_alone("default")
 
 
 def test_where_another_kernel_quantizes_them_alone_they_agree() -> None:

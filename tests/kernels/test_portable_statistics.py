@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -44,6 +45,13 @@ def valid_tokens(x: torch.Tensor, in_use: torch.Tensor | None) -> torch.Tensor:
     return finite if in_use is None else finite & in_use[:, None]
 
 
+def sampled_queries(valid: torch.Tensor) -> torch.Tensor:
+    """Of valid ones (B, H, S), those whose rms is taken."""
+    kept = torch.zeros_like(valid)
+    kept[:, :, :: max(1, valid.shape[2] // reference._SAMPLED_QUERIES)] = True
+    return valid & kept
+
+
 def moments(x: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Count (B, H, 1, 1), mean, mean magnitude, rms and rms about the mean (B, H, 1, D) in float64."""
     keep = valid[..., None]
@@ -66,6 +74,7 @@ def errors(q: torch.Tensor, k: torch.Tensor, recipe: Recipe, masking: Masking, s
     queries, keys = masking.in_use
     q_valid, k_valid = valid_tokens(q, queries), valid_tokens(k, keys)
     q, k = (torch.where(v[..., None], x.double(), 0.0) for x, v in ((q, q_valid), (k, k_valid)))
+    q_sampled = sampled_queries(q_valid)
     batch, num_q_heads, seqlen_q, _ = q.shape
     group = num_q_heads // k.shape[1]
     rows = torch.linspace(0, seqlen_q - 1, min(seqlen_q, 64), device=q.device).round().long()
@@ -94,9 +103,8 @@ def errors(q: torch.Tensor, k: torch.Tensor, recipe: Recipe, masking: Masking, s
                     factor = torch.ones_like(mean)
                     if recipe.balance == "rms":
                         heads = slice(g * group, (g + 1) * group)
-                        q_rms = moments(q[b, heads].flatten(0, 1)[None, None], q_valid[b, heads].flatten()[None, None])[
-                            3
-                        ]
+                        pooled = q[b, heads].flatten(0, 1)[None, None], q_sampled[b, heads].flatten()[None, None]
+                        q_rms = moments(*pooled)[3]
                         k_rms = (keys64.square().sum(0) / k_valid[b, g].sum()).sqrt()
                         usable = (q_rms[0, 0, 0] > 0) & (k_rms > 0)
                         factor = torch.where(usable, (k_rms / q_rms[0, 0, 0]).sqrt(), 1.0)
@@ -116,7 +124,8 @@ def assert_same_statistics(
     group = q.shape[1] // k.shape[1]
     n, _, magnitude, rms, spread = moments(k, valid_tokens(k, keys))
     pooled = q.unflatten(1, (k.shape[1], group)).flatten(2, 3)
-    q_n = moments(pooled, valid_tokens(q, queries).unflatten(1, (k.shape[1], group)).flatten(2, 3))[0]
+    q_counted = sampled_queries(valid_tokens(q, queries))
+    q_n = moments(pooled, q_counted.unflatten(1, (k.shape[1], group)).flatten(2, 3))[0]
     agree = torch.ones(k.shape[:2], dtype=torch.bool)
     smoothed = torch.zeros_like(agree)
     for name in NAMES:
@@ -179,11 +188,17 @@ def cases(draw: st.DrawFn) -> tuple[QKV, Recipe, Masking, float]:
     return data, recipe, masking, draw(st.sampled_from([0.25, 0.25, -0.1, 0.0]))
 
 
-def small_tiles(**changes: int) -> Any:
-    """Several tiles a chunk, and chunks a head, of short sequences."""
-    return mock.patch.multiple(
-        statistics, **{"_TILE_ELEMENTS": 512, "_MOST_CHUNKS": 3, "_MOST_KEY_CHUNKS": 2, **changes}
-    )
+@contextlib.contextmanager
+def small_tiles(**changes: int) -> Iterator[None]:
+    """Several tiles a chunk, and chunks a head, of short sequences; and a sample of their queries."""
+    changes = {
+        "_TILE_ELEMENTS": 512, "_MOST_CHUNKS": 3, "_MOST_KEY_CHUNKS": 2, "_SAMPLED_QUERIES": 20, **changes
+    }  # fmt: skip
+    with (
+        mock.patch.multiple(statistics, **changes),
+        mock.patch.object(reference, "_SAMPLED_QUERIES", changes["_SAMPLED_QUERIES"]),
+    ):
+        yield
 
 
 def test_they_are_the_references() -> None:
@@ -271,7 +286,7 @@ def test_an_offset_does_not_hide_the_spread(tile_elements: int) -> None:
         shifted = k + offset
         shifted[..., 0] = k[..., 0]
         recipe, masking = Recipe(smooth_k=True), Masking(128, 384, k.device)
-        with small_tiles(_TILE_ELEMENTS=tile_elements, _MOST_CHUNKS=2):
+        with small_tiles(_TILE_ELEMENTS=tile_elements, _MOST_CHUNKS=2, _SAMPLED_QUERIES=128):
             fitted = fit_smoothing(data.q, shifted, data.v, recipe, masking, scale=0.25)
         _, mean, magnitude, _, spread = moments(shifted, torch.ones(1, 1, 384, dtype=torch.bool))
         q_rms = data.q.double().square().mean(2, keepdim=True).sqrt()
