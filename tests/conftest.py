@@ -17,7 +17,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest.register_assert_rewrite("oracle")  # so that its assertions show their values
+pytest.register_assert_rewrite("oracle", "quantizer")  # so that their assertions show values
 
 # The first example of a test pays for imports and caches, and two workers share what CI has: no deadlines.
 settings.register_profile("fp8attn", deadline=None)

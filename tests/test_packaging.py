@@ -170,6 +170,12 @@ def test_transformers_imports_where_our_kernels_folder_is_in_the_way(how, tmp_pa
     assert output.strip() == "LlamaForCausalLM"
 
 
+def test_our_kernels_folder_is_too_old_for_transformers_where_no_package_of_that_name_is():
+    code = "import sys; assert 'site' not in sys.modules; import kernels; print(kernels.__version__, kernels.__file__)"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.0.0", str(ROOT / "kernels/__init__.py")]
+
+
 @pytest.mark.parametrize("folder", ["kernels", "transforms", "analysis"])
 def test_folders_are_no_top_level_packages_inside_pytest(folder):
     if Path(sys.argv[0]).name == "__main__.py":

@@ -32,9 +32,10 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@lru_cache(maxsize=16)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+@lru_cache(maxsize=64)
+def _side_stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each of the callers' streams: a graph that one of them captures captures nothing of another's."""
+    return torch.cuda.Stream(current.device)
 
 
 @contextlib.contextmanager
@@ -47,7 +48,8 @@ def aside(x: torch.Tensor) -> Iterator[torch.cuda.Stream | None]:
     if not x.is_cuda or x.numel() < _WORTH_A_STREAM:
         yield None
         return
-    stream, current = _side_stream(x.device), torch.cuda.current_stream(x.device)
+    current = torch.cuda.current_stream(x.device)
+    stream = _side_stream(current)
     stream.wait_stream(current)
     try:
         yield stream

@@ -36,7 +36,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(head_dim: int, block: int, rotary: bool, terms: int) -> _Layout:
-    """``block``: tokens that share a scale, at most 64 of which every token has its own."""
+    """``block``: how many tokens share a scale: 128, 64 or 1."""
     # Measured on an H200. Few warps a program and several programs hide what each of them waits for.
     if head_dim == 64:
         if rotary:
@@ -101,7 +101,8 @@ def launch_folded(
     terms = _TERMS if factor is not None and rotary is None else 1
     layout = _layout(head_dim, granularity.size if granularity.kind == "block" else 1, rotary is not None, terms)
     tiles = -(-seqlen // layout.tile)
-    sharing = math.gcd(layout.sharing, heads)
+    # A second head's tile and its statistics together would not fit the registers.
+    sharing = math.gcd(layout.sharing, heads) if smoothed is None else 1
     role = "" if mean is None else "key" if shift is None else "shift"
     plan = FoldedPlan(
         head_dim=head_dim, tile=layout.tile, blocked=granularity.kind == "block",

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode, widen
+from fp8attn.kernels.portable.numerics import add_product, cast, decode, widen
 from fp8attn.kernels.portable.quantize_tile import scale_of
 
 __all__ = ["FoldedPlan", "column_order", "folded_kernel", "prepare_kernel"]
@@ -78,13 +78,6 @@ def _in_order(x, PLAN: tl.constexpr):
     HALF: tl.constexpr = PLAN.head_dim // 2
     x = tl.reshape(x, (PLAN.tile // 16, 2, 8, HALF // 8, 4, 2))
     return tl.reshape(tl.permute(x, (1, 0, 2, 4, 3, 5)), (PLAN.tile, HALF))
-
-
-@triton.jit
-def _add_product(a, b, sums):
-    if INTERPRETED:  # its dot takes BF16's bits for numbers
-        return tl.dot(decode(a), decode(b), sums, input_precision="ieee")
-    return tl.dot(a, b, sums)
 
 
 @triton.jit
@@ -176,7 +169,7 @@ def _multiplied(x, terms, PLAN: tl.constexpr):
     """x (tile, half) times the sum of the terms, small ones first."""
     sums = tl.full((PLAN.tile, PLAN.head_dim // 2), 0.0, tl.float32)
     for i in tl.static_range(len(terms)):
-        sums = _add_product(x, terms[len(terms) - 1 - i], sums)
+        sums = add_product(x, terms[len(terms) - 1 - i], sums)
     return sums
 
 
@@ -187,8 +180,8 @@ def _split_multiplied(x, unit, signs, PLAN: tl.constexpr):
         x *= signs[None, :]
     near = x.to(tl.float16)
     rest = (x - near.to(tl.float32)).to(tl.float16)
-    sums = _add_product(rest, unit, tl.full((PLAN.tile, PLAN.head_dim // 2), 0.0, tl.float32))
-    return _add_product(near, unit, sums)
+    sums = add_product(rest, unit, tl.full((PLAN.tile, PLAN.head_dim // 2), 0.0, tl.float32))
+    return add_product(near, unit, sums)
 
 
 @triton.jit

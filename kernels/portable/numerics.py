@@ -12,6 +12,7 @@ __all__ = [
     "FP8_DTYPES",
     "INTERPRETED",
     "TRITON_DTYPES",
+    "add_product",
     "cast",
     "computed",
     "decode",
@@ -222,6 +223,14 @@ def fragments_hold(ttgir: str) -> bool:
             r"elementwise_inline_asm .*packed_element = ([48]) : .*?tensor<[^>]*, (#\w+)>", ttgir
         )
     )
+
+
+@triton.jit
+def add_product(a, b, sums):
+    """a @ b + sums, of 16-bit operands."""
+    if INTERPRETED:  # its dot takes BF16's bits for numbers
+        return tl.dot(decode(a), decode(b), sums, input_precision="ieee")
+    return tl.dot(a, b, sums)
 
 
 @triton.jit

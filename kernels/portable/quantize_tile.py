@@ -25,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fp8attn.kernels.portable.numerics import INTERPRETED, cast, decode
+from fp8attn.kernels.portable.numerics import INTERPRETED, add_product, cast, decode
 
 __all__ = [
     "Plan",
@@ -299,13 +299,6 @@ def _smoothed(x, kept, mean, factor, signs, PLAN: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, sums):
-    if INTERPRETED:  # its dot takes BF16's bits for numbers
-        return tl.dot(decode(a), decode(b), sums, input_precision="ieee")
-    return tl.dot(a, b, sums)
-
-
-@triton.jit
 def _without_infinity(x):
     return tl.where(tl.abs(x.to(tl.float32)) == float("inf"), 0.0, x).to(x.dtype)  # NaN stays
 
@@ -339,10 +332,12 @@ def _rotated(x, high, low, PLAN: tl.constexpr, USUAL: tl.constexpr):
         for i in tl.static_range(len(x)):
             if i == j or not PLAN.folded:
                 if PLAN.terms > 1:
-                    sums = _dot(second[i], high[_block(PLAN, i, j)], sums)
+                    sums = add_product(second[i], high[_block(PLAN, i, j)], sums)
                 if PLAN.terms == 3:  # where both terms of the matrix differ in sign, infinity twice would make NaN
-                    sums = _dot(first[i] if USUAL else _without_infinity(first[i]), low[_block(PLAN, i, j)], sums)
-                sums = _dot(first[i], high[_block(PLAN, i, j)], sums)
+                    sums = add_product(
+                        first[i] if USUAL else _without_infinity(first[i]), low[_block(PLAN, i, j)], sums
+                    )
+                sums = add_product(first[i], high[_block(PLAN, i, j)], sums)
         parts = parts + (sums,)
     return parts, inverse
 

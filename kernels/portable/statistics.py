@@ -113,15 +113,11 @@ def fit_smoothing(
     v = vectorizable(v) if recipe.smooth_v else v
     in_use = masking.in_use if packing is None else packed_in_use(packing, masking)
     queries_in_use, keys_in_use = (None if t is None else t.to(q.device) for t in in_use)
-    tiles = ((q, queries, _rows(head_dim)), (k, keys, _rows(head_dim)), (v, keys, _rows(head_dim_v)))
-    samples = (_SAMPLED_QUERIES, 0, 0)
-    every, chunks = zip(
-        *(
-            _all_chunks(x, own, max(rows, _CHUNK), _MOST_CHUNKS, sample)
-            for (x, own, rows), sample in zip(tiles, samples, strict=True)
-        ),
-        strict=True,
-    )
+    cuts = [
+        _all_chunks(x, own, max(_rows(x.shape[3]), _CHUNK), _MOST_CHUNKS, sample)
+        for x, own, sample in ((q, queries, _SAMPLED_QUERIES), (k, keys, 0), (v, keys, 0))
+    ]
+    every, chunks = zip(*cuts, strict=True)
     programs = (
         every[0] if balanced else 0,
         every[1] if balanced or recipe.smooth_k else 0,

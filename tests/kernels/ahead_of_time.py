@@ -31,7 +31,7 @@ from fp8attn.kernels.portable.quantize import quantize_qkv
 from fp8attn.kernels.portable.statistics import fit_smoothing
 from fp8attn.kernels.portable.support import v_layout
 from fp8attn.kernels.portable.tuning import Config, choose_config
-from fp8attn.kernels.problem import AttentionProblem, Masking, Packing, QuantizedQKV, Sequences
+from fp8attn.kernels.problem import AttentionProblem, Masking, Packing, QuantizedQKV, Rotary, Sequences
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, QuantizedTensor
 from fp8attn.transforms import Smoothing
@@ -102,13 +102,17 @@ def statistics(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bo
         fit_smoothing(q, k, v, Recipe.from_name(recipe), masking, scale=head_dim**-0.5)
 
 
-def quantize(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bool) -> None:
+def quantize(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bool, rotary: bool = False) -> None:
     """Codes and scales of a bf16 batch, smoothed by statistics that are known."""
     q, k, v = _batch(head_dim, seqlen)
     masking = Masking(seqlen, seqlen, q.device, is_causal)
     shape = (BATCH, NUM_KV_HEADS, 1, head_dim)
     smoothing = Smoothing(k_mean=torch.zeros(shape), balance=torch.ones(shape))
-    quantize_qkv(q, k, v, Recipe.from_name(recipe), masking, scale=head_dim**-0.5, smoothing=smoothing)
+    table = torch.empty(seqlen, head_dim // 2, dtype=q.dtype)
+    quantize_qkv(
+        q, k, v, Recipe.from_name(recipe), masking, scale=head_dim**-0.5, smoothing=smoothing,
+        rotary=Rotary(table, table) if rotary else None,
+    )  # fmt: skip
 
 
 def packed(arch: int, recipe: str, head_dim: int, seqlen: int, is_causal: bool) -> None:

@@ -64,11 +64,14 @@ def forward_cases() -> list[dict[str, Any]]:
 
 
 def quantization_cases() -> list[dict[str, Any]]:
-    return [
-        {"call": call, "arch": arch, "recipe": "default", "head_dim": dim, "seqlen": EVEN, "is_causal": True}
+    common = {"recipe": "default", "seqlen": EVEN, "is_causal": True}
+    plain = [
+        {"call": call, "arch": arch, "head_dim": dim, **common}
         for call in ("statistics", "quantize")
         for arch, dim in ((89, 128), (90, 64), (90, 128), (90, 256), (100, 128))
     ]
+    turned = [{"call": "quantize", "arch": 90, "head_dim": dim, **common, "rotary": True} for dim in (64, 128, 256)]
+    return plain + turned
 
 
 #: The quantizer's kernel for packed queries keeps both ways of computing a tile and their logit shift in registers.
@@ -85,7 +88,7 @@ UNMENDED: dict[str, set[str]] = {
         "forward-90-fa3-256-256-True-4096",
         "packed-90-default-128-4096-True",
     },
-    "3.6": {"packed-90-default-128-4096-True"},
+    "3.6": {"packed-90-default-128-4096-True", "quantize-90-128-default-4096-True-True"},
 }
 #: Far too many tiles in flight and too few registers.
 FAULTY = forward(

@@ -6,18 +6,21 @@ On a CPU the kernels run in Triton's interpreter; with ``-m gpu`` the same check
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton decorates a kernel
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from fp8attn.kernels.portable import quantize as quantize_module
+from fp8attn.kernels.portable.folded import launch_folded
+from fp8attn.kernels.problem import QuantizedQKV
+from fp8attn.kernels.reference.quantize import quantize_qkv as reference_quantize_qkv
+from fp8attn.recipe import Recipe
+from fp8attn.scaling import QuantizedTensor
+from fp8attn.transforms import Smoothing, has_hadamard, make_transform
 from quantizer import (
     DTYPES,
     PLAIN,
@@ -30,14 +33,6 @@ from quantizer import (
     check,
     values,
 )
-
-from fp8attn.kernels.portable import quantize as quantize_module
-from fp8attn.kernels.portable.folded import launch_folded
-from fp8attn.kernels.problem import QuantizedQKV
-from fp8attn.kernels.reference.quantize import quantize_qkv as reference_quantize_qkv
-from fp8attn.recipe import Recipe
-from fp8attn.scaling import QuantizedTensor
-from fp8attn.transforms import Smoothing, has_hadamard, make_transform
 
 # ---- The sweep ------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantizer import PLAIN, ULP, Case, case, check, randn, turned, values
 
 from fp8attn.kernels.problem import Rotary
 from fp8attn.kernels.reference.quantize import quantize_qkv as reference_quantize_qkv
 from fp8attn.recipe import Recipe
+from quantizer import PLAIN, ULP, Case, case, check, randn, turned, values
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton decorates a kernel
 
 from fp8attn.kernels.portable.quantize import quantize_qkv
 from fp8attn.kernels.problem import Masking, QuantizedQKV, Rotary
