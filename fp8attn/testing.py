@@ -22,12 +22,12 @@ Importing this module also makes ``hypothesis.strategies.from_type`` resolve ``T
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fp8attn.analysis.outliers import OUTLIER_KINDS, QKV, AttentionShape, OutlierSpec, make_qkv
 from fp8attn.formats import Format, get_format
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import TRANSFORM_NAMES, Transform, has_hadamard, make_transform
@@ -61,127 +61,7 @@ __all__ = [
 #: Head dims of published models, all of which have a Hadamard matrix.
 HEAD_DIMS = (16, 32, 40, 48, 64, 72, 80, 88, 96, 112, 120, 128, 144, 160, 176, 192, 224, 240, 256)
 
-#: What :class:`OutlierSpec` can describe. They rank transforms differently, so a test should see several.
-OUTLIER_KINDS = (
-    "none",
-    "iid",
-    "same_channels",
-    "disjoint_channels",
-    "k_offset",
-    "massive_token",
-    "heavy_tails",
-)
-
 _SEEDS = st.integers(0, 2**32 - 1)
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Sizes of one attention problem; ``head_dim_v`` of None means ``head_dim``."""
-
-    batch: int
-    num_q_heads: int
-    num_kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int | None = None
-
-    @property
-    def q(self) -> tuple[int, int, int, int]:
-        return self.batch, self.num_q_heads, self.seqlen_q, self.head_dim
-
-    @property
-    def k(self) -> tuple[int, int, int, int]:
-        return self.batch, self.num_kv_heads, self.seqlen_k, self.head_dim
-
-    @property
-    def v(self) -> tuple[int, int, int, int]:
-        return self.batch, self.num_kv_heads, self.seqlen_k, self.head_dim_v or self.head_dim
-
-    @property
-    def scores(self) -> tuple[int, int, int, int]:
-        """Shape of q k^T, and of a mask."""
-        return self.batch, self.num_q_heads, self.seqlen_q, self.seqlen_k
-
-
-@dataclass(frozen=True)
-class OutlierSpec:
-    """What is added to N(0, 1) data, with ``magnitude`` m.
-
-    - ``"none"``: nothing, whatever the magnitude.
-    - ``"iid"``: N(0, m^2) on a fraction ``rate`` of the elements of q, k and v (FlashAttention-3, section 4.3).
-    - ``"same_channels"``: a fraction ``rate`` of the channels, at least one, is m times larger in both q and k.
-    - ``"disjoint_channels"``: as many channels of q, and as many others of k.
-    - ``"k_offset"``: m is added to all of k.
-    - ``"massive_token"``: the first token of k and v is m times larger.
-    - ``"heavy_tails"``: each element is multiplied by a log-normal factor that is m at three standard deviations.
-    """
-
-    kind: str = "none"
-    magnitude: float = 10.0
-    rate: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.kind not in OUTLIER_KINDS:
-            raise ValueError(f"kind must be one of {', '.join(map(repr, OUTLIER_KINDS))}, got {self.kind!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class QKV:
-    """Query (B, Hq, Sq, D), key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv), with what they were made from.
-
-    Its repr, which Hypothesis prints for a failing example, is the :func:`make_qkv` call that makes it again.
-    """
-
-    q: torch.Tensor = field(repr=False)
-    k: torch.Tensor = field(repr=False)
-    v: torch.Tensor = field(repr=False)
-    shape: AttentionShape
-    outliers: OutlierSpec
-    seed: int
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter((self.q, self.k, self.v))
-
-    def __repr__(self) -> str:
-        return f"make_qkv({self.shape}, outliers={self.outliers}, seed={self.seed}, dtype={self.q.dtype})"
-
-
-def make_qkv(
-    shape: AttentionShape,
-    *,
-    outliers: OutlierSpec = OutlierSpec(),
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> QKV:
-    """N(0, 1) tensors of ``shape`` with outliers, the same for the same arguments.
-
-    >>> q, k, v = make_qkv(AttentionShape(1, 4, 2, 8, 8, 16), outliers=OutlierSpec("k_offset", magnitude=5))
-    >>> k.shape, 4.8 < k.mean().item() < 5.2
-    (torch.Size([1, 2, 8, 16]), True)
-    """
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(size, generator=generator) for size in (shape.q, shape.k, shape.v))
-    kind, magnitude = outliers.kind, outliers.magnitude
-    if kind == "iid":
-        for x in (q, k, v):
-            hit = torch.rand(x.shape, generator=generator) < outliers.rate
-            x += hit * magnitude * torch.randn(x.shape, generator=generator)
-    elif kind in ("same_channels", "disjoint_channels"):
-        channels = torch.randperm(shape.head_dim, generator=generator)
-        count = max(1, round(outliers.rate * shape.head_dim))
-        q[..., channels[:count]] *= magnitude
-        k[..., channels[:count] if kind == "same_channels" else channels[count : 2 * count]] *= magnitude
-    elif kind == "k_offset":
-        k += magnitude
-    elif kind == "massive_token":
-        k[:, :, :1] *= magnitude
-        v[:, :, :1] *= magnitude
-    elif kind == "heavy_tails":
-        for x in (q, k, v):
-            x *= magnitude ** (torch.randn(x.shape, generator=generator) / 3)
-    return QKV(q.to(dtype), k.to(dtype), v.to(dtype), shape, outliers, seed)
 
 
 def head_dims(*, max_value: int = 256) -> st.SearchStrategy[int]:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "analysis": NUMERICS | {"ops", "files"} | FACE,
     "analysis.bench": NUMERICS | KERNELS | {"ops", "files"} | FACE,  # which also times single kernels
     "integrations": NUMERICS | {"ops", "cache"} | FACE,
-    "testing": NUMERICS | {"ops", "_hypothesis"} | FACE,
+    "testing": NUMERICS | {"ops", "analysis", "_hypothesis"} | FACE,
     "_hypothesis": {"testing"} | FACE,
     "cli": NUMERICS | {"ops", "files", "analysis"} | FACE,
     "__main__": {"cli"},
