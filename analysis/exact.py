@@ -137,6 +137,73 @@ def exact_attention_quantized(
     return exact_attention(query, key, value, attn_mask, scale=scale, **options)
 
 
+def exact_logits(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    rows: slice | None = None,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+) -> Tensor:
+    """The logits that ``exact_attention`` gives to its softmax, for some of the rows.
+
+    Args:
+        rows: which queries, all if None. ``slice(0, None, 16)`` is every 16th.
+        query, key, attn_mask, is_causal, causal_alignment, window, softcap, scale, enable_gqa: as there.
+
+    Returns:
+        ``(B, Hq, R, Sk)`` float64 for R rows: this is where memory grows with the square of the sequence. -inf where a
+        row does not see a key.
+
+    >>> q, k = torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2)
+    >>> exact_logits(q, k, rows=slice(0, None, 2), is_causal=True, scale=1.0)[0, 0].tolist()
+    [[2.0, -inf, -inf, -inf], [2.0, 2.0, 2.0, -inf]]
+    """
+    _validate(query, key, key, attn_mask, softcap, None, enable_gqa)
+    batch, num_q_heads, seqlen_q, head_dim = query.shape
+    seqlen_k, group = key.shape[2], num_q_heads // max(1, key.shape[1])
+    visibility = _visibility(seqlen_q, seqlen_k, is_causal, causal_alignment, window)
+    rows = slice(None) if rows is None else rows
+    index = torch.arange(seqlen_q, device=query.device)[rows]
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    products = (query[:, :, rows].double() * scale) @ key.double().repeat_interleave(group, dim=1).mT
+    mask = None if attn_mask is None else attn_mask.expand(batch, num_q_heads, seqlen_q, seqlen_k)[:, :, rows]
+    return _finish_logits(products, mask, visibility.mask(index, torch.arange(seqlen_k, device=query.device)), softcap)
+
+
+def exact_probabilities(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    rows: slice | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """The softmax's weights, for some of the rows: ``(B, Hq, R, Sk)`` float64.
+
+    A row sums to 1, less what a sink takes; a row that sees no key is all zero. ``rows`` and the options are those of
+    :func:`exact_logits`, ``sinks`` is that of :func:`exact_attention`.
+
+    >>> q, k = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
+    >>> exact_probabilities(q, k, is_causal=True)[0, 0].tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    logits = exact_logits(query, key, attn_mask, rows=rows, **options)
+    if sinks is not None:
+        _validate(query, key, key, attn_mask, None, sinks, True)
+        sink = sinks.to(logits).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    # A row of nothing but -inf is nan after the softmax; a NaN of the input stays one.
+    weights = logits.softmax(-1).masked_fill((logits == -math.inf).all(-1, keepdim=True), 0.0)
+    return weights if sinks is None else weights[..., :-1]
+
+
 @dataclass(frozen=True)
 class _Visibility:
     """Which keys a row may see: ``p + low <= j <= p + high`` with ``p = row + offset``; None is unlimited."""
@@ -186,19 +253,12 @@ def _attend_rows(
     begin, end = visibility.key_range(first_row, first_row + num_rows - 1, keys.shape[0])
     for start in range(begin, end, _TILE_KEYS):
         tile = slice(start, min(start + _TILE_KEYS, end))
-        logits = (flat @ keys[tile].T).view(group, num_rows, -1)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        # Hidden keys are replaced, not added to: NaN - inf is NaN. What the position hides, no mask brings back.
-        if attn_mask is not None:
-            mask = attn_mask[..., tile]
-            if mask.dtype == torch.bool:
-                logits = logits.masked_fill(~mask, -math.inf)
-            else:
-                logits = (logits + mask.double()).masked_fill(mask == -math.inf, -math.inf)
-        visible = visibility.mask(row_index, torch.arange(tile.start, tile.stop, device=query.device))
-        if visible is not None:
-            logits = logits.masked_fill(~visible, -math.inf)
+        logits = _finish_logits(
+            (flat @ keys[tile].T).view(group, num_rows, -1),
+            None if attn_mask is None else attn_mask[..., tile],
+            visibility.mask(row_index, torch.arange(tile.start, tile.stop, device=query.device)),
+            softcap,
+        )
 
         new_largest = torch.maximum(largest, logits.amax(dim=-1))
         reference = new_largest.masked_fill(new_largest == -math.inf, 0.0)  # nothing seen yet: exp(-inf - 0) = 0
@@ -218,6 +278,19 @@ def _attend_rows(
     empty = total == 0
     out = weighted / total.masked_fill(empty, 1.0)[..., None]
     return out, largest + torch.log(total)  # -inf + log 0 = -inf where nothing was seen
+
+
+def _finish_logits(logits: Tensor, mask: Tensor | None, visible: Tensor | None, softcap: float | None) -> Tensor:
+    """Scaled products ``(..., R, K)`` with soft cap and mask; -inf where a key is hidden."""
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    # Hidden keys are replaced, not added to: NaN - inf is NaN. What the position hides, no mask brings back.
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            logits = logits.masked_fill(~mask, -math.inf)
+        else:
+            logits = (logits + mask.double()).masked_fill(mask == -math.inf, -math.inf)
+    return logits if visible is None else logits.masked_fill(~visible, -math.inf)
 
 
 def _weigh(weights: Tensor, logits: Tensor, values: Tensor, values_finite: bool) -> Tensor:

@@ -14,26 +14,41 @@ cosine               <x, y> / (|x| |y|)                  1                      
 max_abs_error        max |x - y|                         0                        by the formula
 calc_diff            1 - 2 <x, y> / (|x|^2 + |y|^2)      0                        1
 lse_error            max |x - y|, finite rows            0                        by the formula
+relative_l1          sum |x - y| / sum |y|               0                        inf
+max_relative_error   max |x - y| / |y|                   0                        inf
 ===================  ==================================  =======================  ==============================
+
+Two compare probabilities, rows of weights that sum to 1: ``kl_divergence`` and ``top1_agreement``. ``by_head`` and
+``worst_head`` take any metric head by head, ``row_quantiles`` show how rows differ, and ``confidence_interval`` says
+how well seeds know a mean.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "METRICS",
+    "by_head",
     "calc_diff",
+    "confidence_interval",
     "cosine",
+    "kl_divergence",
     "lse_error",
     "max_abs_error",
+    "max_relative_error",
     "measure",
     "relative_error",
+    "relative_l1",
     "rmse",
+    "row_quantiles",
     "sqnr_db",
+    "top1_agreement",
+    "worst_head",
 ]
 
 METRICS = ("relative_error", "sqnr_db", "cosine", "max_abs_error", "lse_error")
@@ -98,6 +113,27 @@ def max_abs_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max()) if actual.numel() else 0.0
 
 
+def relative_l1(actual: Tensor, expected: Tensor) -> float:
+    """Relative L1 error, ``sum |x - y| / sum |y|``: SageAttention's (arXiv:2410.02367). Zero for zeros met exactly.
+
+    >>> relative_l1(torch.tensor([3.0, 3.0]), torch.tensor([3.0, 5.0]))
+    0.25
+    """
+    actual, expected = _pair(actual, expected)
+    return _ratio(float((actual - expected).abs().sum()), float(expected.abs().sum()))
+
+
+def max_relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest relative difference of an element, ``max |x - y| / |y|``; infinite where y is 0 and x is not.
+
+    >>> max_relative_error(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([2.0, 4.0, 0.0]))
+    0.5
+    """
+    actual, expected = _pair(actual, expected)
+    ratios = torch.where(actual == expected, 0.0, (actual - expected).abs() / expected.abs())
+    return float(ratios.max()) if ratios.numel() else 0.0
+
+
 def calc_diff(actual: Tensor, expected: Tensor) -> float:
     """DeepGEMM's ``calc_diff`` (``testing/numeric.py``), ``1 - 2 <x, y> / (|x|^2 + |y|^2)``; 0 if both are zero.
 
@@ -125,6 +161,99 @@ def lse_error(actual_lse: Tensor, expected_lse: Tensor) -> float:
     same_infinity = expected.isinf() & (actual == expected)
     difference = (actual - expected).abs().masked_fill(same_infinity, 0.0)
     return float(difference.max()) if difference.numel() else 0.0
+
+
+def kl_divergence(actual: Tensor, expected: Tensor) -> float:
+    """Kullback-Leibler divergence of attention's probabilities in nats: mean over rows of ``sum_j y_j log(y_j / x_j)``.
+
+    Shapes (..., R, Sk). Infinite where x is 0 and y is not. Rows that see no key are left out.
+
+    >>> round(kl_divergence(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])), 4)
+    0.6931
+    """
+    actual, expected = _pair(actual, expected)
+    rows = torch.where(expected == 0, 0.0 * actual, expected * (expected / actual).log()).sum(-1)
+    seen = (expected != 0).any(-1)
+    return float(rows[seen].mean()) if seen.any() else 0.0
+
+
+def top1_agreement(actual: Tensor, expected: Tensor) -> float:
+    """Share of rows whose most probable key is the same in both; where several are, one of them will do.
+
+    Shapes (..., R, Sk). Rows that see no key are left out; 1 if there is no other.
+
+    >>> top1_agreement(torch.tensor([[0.6, 0.4], [0.3, 0.7]]), torch.tensor([[0.7, 0.3], [0.5, 0.5]]))
+    1.0
+    """
+    actual, expected = _pair(actual, expected)
+    seen = (expected != 0).any(-1)
+    if not seen.any():
+        return 1.0
+    actual, expected = actual[seen], expected[seen]
+    chosen = expected.gather(-1, actual.argmax(-1, keepdim=True))[..., 0]
+    return float(((chosen == expected.amax(-1)) & ~actual.isnan().any(-1)).double().mean())
+
+
+def by_head(metric: Callable[[Tensor, Tensor], float], actual: Tensor, expected: Tensor) -> Tensor:
+    """Any metric of (B, H, ...) tensors head by head: (B, H) float64.
+
+    >>> by_head(rmse, torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[1.0], [5.0]]])).tolist()
+    [[0.0, 3.0]]
+    """
+    actual, expected = _pair(actual, expected)
+    heads = [[metric(x, y) for x, y in zip(*pair, strict=True)] for pair in zip(actual, expected, strict=True)]
+    return torch.tensor(heads, dtype=torch.float64).reshape(actual.shape[:2])
+
+
+def worst_head(metric: Callable[[Tensor, Tensor], float], actual: Tensor, expected: Tensor) -> tuple[int, int, float]:
+    """Batch, head and value of the head with the largest value of a metric that grows with the error; NaN is largest.
+
+    >>> worst_head(rmse, torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[1.0], [5.0]]]))
+    (0, 1, 3.0)
+    """
+    values = by_head(metric, actual, expected)
+    if not values.numel():
+        raise ValueError(f"there is no head in shape {tuple(actual.shape)}")
+    batch, head = divmod(int(values.nan_to_num(nan=math.inf).argmax()), values.shape[1])
+    return batch, head, float(values[batch, head])
+
+
+def row_quantiles(
+    actual: Tensor, expected: Tensor, quantiles: Sequence[float] = (0.5, 0.9, 0.99, 1.0)
+) -> dict[float, float]:
+    """Quantiles of the rows' relative errors, ``|x_i - y_i| / |y_i|`` over the last axis: what a mean hides.
+
+    >>> row_quantiles(torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [3.0]]), (0.5, 1.0))
+    {0.5: 0.5, 1.0: 1.0}
+    """
+    actual, expected = _pair(actual, expected)
+    error, size = ((actual - expected).norm(dim=-1).flatten(), expected.norm(dim=-1).flatten())
+    ratios = torch.where(error == 0, 0.0, error / size)
+    if not ratios.numel():
+        return dict.fromkeys(quantiles, 0.0)
+    ordered = ratios.nan_to_num(nan=math.inf).sort().values  # torch.quantile takes 2^24 elements at most
+    found = {q: float(ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1 if q else 0)]) for q in quantiles}
+    return {q: math.nan if ratios.isnan().any() and value == math.inf else value for q, value in found.items()}
+
+
+def confidence_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Mean of independent values, and between which bounds Student's t distribution puts the true one.
+
+    The bounds of a single value are NaN: nothing is known of its spread.
+
+    >>> [round(x, 3) for x in confidence_interval([1.0, 2.0, 3.0])]
+    [2.0, -0.484, 4.484]
+    """
+    from scipy.stats import t
+
+    if not values or not 0 < confidence < 1:
+        raise ValueError(f"a mean needs values and a confidence in (0, 1), got {len(values)} and {confidence}")
+    data = torch.tensor(values, dtype=torch.float64)
+    mean = float(data.mean())
+    if len(values) == 1:
+        return mean, math.nan, math.nan
+    half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * float(data.std()) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
 
 
 def measure(actual: Tensor, expected: Tensor, actual_lse: Tensor, expected_lse: Tensor) -> dict[str, float]:

@@ -94,6 +94,19 @@ class Format:
         magic.clamp_(min=self.smallest_normal).mul_(1.5 * 2.0 ** (23 - self.mantissa_bits))
         return torch.add(x, magic, out=out).sub_(magic)
 
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        """The gap between neighbouring values of the format at each magnitude: rounding moves x by half of it at most.
+
+        The step of x's power of two, of the smallest normal value's below that, and 1 for ``INT8``. In x's dtype.
+
+        >>> E4M3.step(torch.tensor([0.0, 1.0, 1.9, 448.0])).tolist()
+        [0.001953125, 0.125, 0.125, 32.0]
+        """
+        if self.is_integer:
+            return torch.ones_like(x)
+        exponent = torch.frexp(x.abs().clamp(min=self.smallest_normal)).exponent - 1
+        return torch.ldexp(torch.ones_like(x), exponent - self.mantissa_bits)
+
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """The saturating cast: codes of ``dtype`` for a floating tensor of any shape.
 

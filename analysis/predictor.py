@@ -1,0 +1,321 @@
+r"""What FP8 will cost, in closed form, before anything is quantized.
+
+A float format rounds x to a step that depends on x's power of two alone, so its error has variance step^2 / 12, known
+for every element: ``Format.step`` (INT8's step is the same everywhere). With scale s and f the format's step,
+
+    nu(x) = (s f(x / s))^2 / 12        and 0 for a group's largest magnitude where the scale is FP32, which is exact.
+
+Errors of different elements are taken for independent, of each other and of the data. A logit S = q . k is then off by
+
+    Var S = sum_i nu(q_i) k_i^2 + q_i^2 nu(k_i) + nu(q_i) nu(k_i)                                                  (1)
+
+A random rotation makes of any row normal numbers of variance |q|^2 / D (QuIP#, arXiv:2402.04396, lemma 3.1), whose
+largest, and with it the scale, follows from order statistics; nu becomes its mean over that normal distribution, and
+
+    Var S = nu_q |k|^2 + |q|^2 nu_k + D nu_q nu_k                                                                 (2)
+
+Smoothing and balance act before: (1) and (2) are of q b and (k - c) / b. With nu proportional to x^2 these are the
+2 e^2 sum_i q_i^2 k_i^2, 2 e^2 |q|^2 |k|^2 / D and, averaged over balanced rows, 2 e^2 (sum_i a_i)^2 / D with a_i =
+rms(q_i) rms(k_i): so a rotation helps if outliers of q and k share channels and hurts if they do not, and behind a
+balance it never loses (Cauchy-Schwarz).
+
+The softmax turns errors of logits, weights and values into the output's. With weights p_j and output o of a row,
+
+    |do|^2 = sum_j p_j^2 (sm^2 Var S_j + nu(P_j) / P_j^2) |v_j - o|^2 + p_j^2 sum_c nu(v_jc)                        (3)
+
+to first order: a mean over 1 / sum_j p_j^2 keys, the *effective number of keys*, which is what averages errors out.
+
+Where it does not hold: data that a rotation does not make normal (a Hadamard matrix without signs on a constant row),
+scales given from outside, errors of logits so large (over 0.5) that the softmax is not linear in them; of (3) also
+errors of q shared by all keys of a row, where keys and values are alike. Statistics are taken over all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8attn.formats import Format, get_format
+from fp8attn.recipe import Recipe
+from fp8attn.scaling import Granularity, ceil_pow2
+from fp8attn.transforms import balance_factors, channel_mean, make_transform, mean_out_helps
+
+from .exact import exact_logits, exact_probabilities
+
+__all__ = ["Prediction", "incoherence_bound", "predict", "rank"]
+
+_NODES = 6  # of the largest magnitude's distribution, at equal probabilities
+_ROWS_AT_ONCE = 256
+_LINEAR = 0.5  # an error of logits up to which exp(x) is 1 + x well enough
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a recipe will cost on given queries, keys and values.
+
+    Attributes:
+        logit_error: (B, Hq) rms error of the logits that are visible, after the softmax scale.
+        value_error: relative Frobenius error of the quantized values.
+        output_error: relative Frobenius error of attention's output.
+        effective_keys: (B, Hq) mean over the rows of 1 / sum_j p_j^2.
+        notes: where an assumption does not hold.
+    """
+
+    logit_error: Tensor
+    value_error: float
+    output_error: float
+    effective_keys: Tensor
+    notes: tuple[str, ...] = ()
+
+
+def predict(
+    q: Tensor, k: Tensor, v: Tensor, recipe: str | Recipe = "default", *, max_rows: int = 512, **options: Any
+) -> Prediction:
+    """The error that a recipe will have on q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv).
+
+    Nothing is rotated, quantized or run in FP8; the exact logits of at most ``max_rows`` queries a head, evenly spaced,
+    tell which errors matter.
+
+    Args:
+        recipe: a preset's name or a ``Recipe``.
+        max_rows: 512 know an rms to a few percent.
+        options: those of :func:`~fp8attn.analysis.exact_attention`: masks, ``scale``, ``softcap``, ``sinks``.
+
+    Raises:
+        ValueError: shapes or options do not fit, or ``max_rows`` is below 1.
+
+    >>> q, k, v = (torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    >>> prediction = predict(q, k, v, "per_tensor")
+    >>> 0.02 < prediction.output_error < 0.06, prediction.logit_error.shape
+    (True, torch.Size([1, 2]))
+    """
+    if max_rows < 1:
+        raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+    recipe = Recipe.resolve(recipe)
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    group = num_q_heads // max(1, k.shape[1])
+    scale = options.pop("scale", None)
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    rows = slice(0, seqlen_q, max(1, -(-seqlen_q // max_rows)))
+    logits = exact_logits(q, k, rows=rows, scale=scale, **{n: x for n, x in options.items() if n != "sinks"})
+    weights = exact_probabilities(q, k, rows=rows, scale=scale, **options)
+
+    q, k, v = q.double(), k.double(), v.double()
+    queries, keys = _smoothed(q, k, weights, rows, recipe)
+    spread = _spread(recipe.rotate, head_dim)
+    q_energy, q_noise = _energy_and_noise(queries, spread, recipe.q_format, recipe.q_scale, recipe.scale_mode)
+    k_energy, k_noise = _energy_and_noise(keys, spread, recipe.k_format, recipe.k_scale, recipe.scale_mode)
+    values = v - v.mean(2, keepdim=True) if recipe.smooth_v else v
+    v_noise = _noise(values, get_format(recipe.v_format), recipe.v_scale, recipe.scale_mode).sum(-1)
+
+    squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of visible logits, of the output's error, of it
+    logit_error = torch.zeros(batch, num_q_heads, dtype=torch.float64, device=q.device)
+    effective = torch.zeros_like(logit_error)
+    p_format = get_format(recipe.p_format)
+    for b in range(batch):
+        for h in range(num_q_heads):
+            g = h // group
+            qe, qn, ke, kn = q_energy[b, h, rows], q_noise[b, h, rows], k_energy[b, g], k_noise[b, g]
+            variance = (qn @ ke.mT + qe @ kn.mT + (spread or 1) * qn @ kn.mT) * scale**2
+            visible = logits[b, h] > -torch.inf
+            count = visible.sum().clamp(min=1)
+            logit_error[b, h] = (torch.where(visible, variance, 0.0).sum() / count).sqrt()
+            p = weights[b, h]
+            out = p @ v[b, g]
+            # |v_j - o|^2 without a tensor of rows x keys x channels
+            apart = (v[b, g].square().sum(-1) - 2 * out @ v[b, g].mT + out.square().sum(-1, keepdim=True)).clamp(min=0)
+            error = (p.square() * variance + _weight_noise(p, p_format)) * apart + p.square() * v_noise[b, g]
+            squares[1] += error.sum()
+            squares[2] += out.square().sum()
+            mass = p.square().sum(-1)
+            seen = mass > 0
+            effective[b, h] = (1 / mass[seen]).mean() if seen.any() else 0.0
+    total = v.square().sum()
+    notes = []
+    if logit_error.numel() and logit_error.max() > _LINEAR:
+        notes.append(
+            f"logits are off by {logit_error.max():.2g}, more than {_LINEAR}: the output's error is more than first "
+            "order and this prediction of it a rough one"
+        )
+    if recipe.rotate in ("hadamard", "dct"):
+        notes.append(f"rotate={recipe.rotate!r} has no random signs: rows that it is aligned with do not become normal")
+    return Prediction(
+        logit_error,
+        _root(v_noise.sum(), total),
+        _root(squares[1], squares[2]),
+        effective,
+        tuple(notes),
+    )
+
+
+def rank(
+    q: Tensor, k: Tensor, v: Tensor, recipes: Mapping[str, Recipe], **options: Any
+) -> list[tuple[str, Prediction]]:
+    """Predictions of several recipes, the one whose output is expected to be best first.
+
+    >>> from fp8attn.recipe import PRESETS
+    >>> q, k, v = (torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    >>> [name for name, _ in rank(q, k, v, {name: PRESETS[name] for name in ("per_tensor", "bf16")})]
+    ['bf16', 'per_tensor']
+    """
+    predictions = [(name, predict(q, k, v, recipe, **options)) for name, recipe in recipes.items()]
+    return sorted(predictions, key=lambda pair: pair[1].output_error)
+
+
+def incoherence_bound(dim: int, probability: float = 0.99) -> float:
+    """What the incoherence of a randomly rotated vector stays under with at least this probability.
+
+    From P(max_i |x_i| > t |x| / sqrt(D)) <= 2 D exp(-t^2 / 2): t = sqrt(2 log(2 D / (1 - probability))) (QuIP#,
+    arXiv:2402.04396, lemma 3.1; :func:`fp8attn.transforms.incoherence` measures t). A union bound: what is seen is
+    about 15% less.
+
+    >>> [round(incoherence_bound(dim), 2) for dim in (64, 128, 256)]
+    [4.35, 4.51, 4.66]
+    """
+    if dim < 1 or not 0 <= probability < 1:
+        raise ValueError(f"dim must be at least 1 and probability in [0, 1), got {dim} and {probability}")
+    return math.sqrt(2 * math.log(2 * dim / (1 - probability)))
+
+
+# ---- Steps of the recipe ---------------------------------------------------------------------------------------------
+
+
+def _smoothed(q: Tensor, k: Tensor, weights: Tensor, rows: slice, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """q b and (k - c) / b."""
+    if recipe.smooth_k:
+        taken: Tensor | bool = True
+        if recipe.smooth_k == "auto":
+            helps = mean_out_helps(
+                q[:, :, rows], k, weights, rotated=recipe.rotate != "none", balanced=recipe.balance == "rms", q=q
+            )
+            taken = helps[:, :, None, None]
+        k = k - channel_mean(k).double() * taken
+    if recipe.balance == "rms":
+        factors = balance_factors(q, k).double()
+        q, k = q * factors.repeat_interleave(q.shape[1] // k.shape[1], dim=1), k / factors
+    return q, k
+
+
+def _spread(rotate: str, head_dim: int) -> int | None:
+    """Over how many channels a rotation spreads each; None if over none."""
+    if rotate in ("none", "sign_flip", "permutation"):
+        return None
+    if rotate == "block_hadamard":
+        blocks = make_transform(rotate, head_dim).blocks  # type: ignore[attr-defined]
+        return blocks[0].dim
+    return head_dim
+
+
+def _energy_and_noise(
+    x: Tensor, spread: int | None, format: str, granularity: str, scale_mode: str
+) -> tuple[Tensor, Tensor]:
+    """Of (B, H, S, D): squares and error variances (B, H, S, D); or, where a rotation spreads n channels each, the sum
+    of squares over the n and the error variance of one of them, (B, H, S, D / n)."""
+    fmt = get_format(format)
+    if spread is None:
+        return x.square(), _noise(x, fmt, granularity, scale_mode)
+    energy = x.square().unflatten(-1, (-1, spread)).sum(-1)
+    return energy, _normal_noise((energy / spread).sqrt(), spread, fmt, Granularity.parse(granularity), scale_mode)
+
+
+def _noise(x: Tensor, fmt: Format, granularity: str, scale_mode: str) -> Tensor:
+    """nu of every element, with the scales that the quantizer will choose."""
+    magnitudes = x.abs()
+    if not fmt.scaled:
+        return fmt.step(magnitudes).square() / 12
+    groups = Granularity.parse(granularity)
+    amax = groups.amax(magnitudes)
+    scale = groups.expand(_scale(amax, fmt, scale_mode), x.shape[-2])
+    noise = (fmt.step(magnitudes / scale) * scale).square() / 12
+    exact = magnitudes == 0
+    if scale_mode == "fp32":
+        exact |= magnitudes == groups.expand(amax, x.shape[-2])
+    return torch.where(exact, 0.0, noise)
+
+
+def _scale(amax: Tensor, fmt: Format, scale_mode: str) -> Tensor:
+    scale = torch.where(amax > 0, amax / fmt.max, 1.0).clamp(min=torch.finfo(torch.float32).tiny)
+    return ceil_pow2(scale.float()).double() if scale_mode == "pow2" else scale
+
+
+def _normal_noise(deviation: Tensor, n: int, fmt: Format, groups: Granularity, scale_mode: str) -> Tensor:
+    """Mean nu of n normal numbers for each ``deviation`` (B, H, S, m), averaged over what their group's largest is."""
+    steps, bounds = _binades(fmt, deviation.device)
+    if not fmt.scaled:
+        return deviation.square() * _relative_noise(deviation, steps, bounds)
+    members = n * deviation.shape[-1] * _tokens(groups, deviation.shape)
+    noise = torch.zeros_like(deviation)
+    for node in range(_NODES):
+        amax = _largest(deviation, n, groups, (node + 0.5) / _NODES)
+        scale = _scale(amax, fmt, scale_mode)
+        unit = groups.expand(scale, deviation.shape[-2])
+        limit = groups.expand(amax / scale, deviation.shape[-2])
+        relative = _relative_noise(deviation / unit, steps, torch.minimum(bounds, limit[..., None]))
+        noise += deviation.square() * relative / _NODES
+    # With an FP32 scale the largest of a group is exact, and the others lie below it.
+    return noise * (1 - 1 / members) if scale_mode == "fp32" else noise
+
+
+def _tokens(groups: Granularity, shape: torch.Size) -> int:
+    return {"token": 1, "block": min(groups.size, shape[2]), "head": shape[2], "tensor": shape[:3].numel()}[groups.kind]
+
+
+def _largest(deviation: Tensor, n: int, groups: Granularity, probability: float) -> Tensor:
+    """The quantile of the largest magnitude of every group, in the scale's shape: of prod_rows (2 Phi(t / d) - 1)^n."""
+    per_token = deviation.amax(-1, keepdim=True)
+    high = groups.amax(per_token) * 12  # beyond any number that is drawn
+    low = groups.amax(per_token) * 0.1
+    target = math.log(probability)
+    for _ in range(24):
+        middle = (low + high) / 2
+        at = groups.expand(middle, deviation.shape[-2]) / deviation.clamp(min=torch.finfo(torch.float64).tiny)
+        logs = n * torch.log(torch.special.erf(at / math.sqrt(2)).clamp(min=1e-300)).sum(-1, keepdim=True)
+        below = -_sums(groups, -logs) < target
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def _sums(groups: Granularity, per_token: Tensor) -> Tensor:
+    """Sum over each group of (B, H, S, 1), in the scale's shape."""
+    if groups.kind == "token":
+        return per_token
+    if groups.kind == "block":
+        size = min(groups.size, per_token.shape[2])
+        padded = torch.nn.functional.pad(per_token, (0, 0, 0, -per_token.shape[2] % size))
+        return padded.unflatten(2, (-1, size)).sum(3)
+    return per_token.sum(2, keepdim=True) if groups.kind == "head" else per_token.sum().reshape(1, 1, 1, 1)
+
+
+def _binades(fmt: Format, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Steps of a format and where each begins and ends: (n,) and (n + 1,), from 0 on."""
+    if fmt.is_integer:
+        edges = [0.0, fmt.max]
+    else:
+        top = math.frexp(fmt.max)[1]
+        edges = [0.0, *(2.0**e for e in range(max(fmt.min_exponent, -60) + 1, top)), fmt.max]
+    bounds = torch.tensor(edges, dtype=torch.float64, device=device)
+    return fmt.step((bounds[:-1] + bounds[1:]) / 2), bounds
+
+
+def _relative_noise(deviation: Tensor, steps: Tensor, bounds: Tensor) -> Tensor:
+    """E[step(x)^2] / 12 over a normal distribution cut off at the last bound, relative to its variance uncut."""
+    deviation = deviation.clamp(min=1e-30)
+    shares = torch.special.erf(bounds / (deviation[..., None] * math.sqrt(2)))
+    squares = (shares.diff(dim=-1) * steps.square()).sum(-1) / shares[..., -1].clamp(min=1e-300)
+    return squares / 12 / deviation.square()
+
+
+def _weight_noise(p: Tensor, fmt: Format) -> Tensor:
+    """Error variance of rounded softmax weights (R, Sk), which are scaled so that the largest is in (2^7, 2^8]."""
+    largest = p.amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, ceil_pow2(largest.float()).double() * 2.0**-8, 1.0)
+    return torch.where(p > 0, (fmt.step(p / scale) * scale).square() / 12, 0.0)
+
+
+def _root(part: Tensor, whole: Tensor) -> float:
+    return float((part / whole).sqrt()) if whole > 0 else 0.0
