@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fp8attn.ops import attention
 from fp8attn.recipe import PRESETS, Recipe
 
-from .exact import exact_attention
+from .exact import dequantized, exact_attention, exact_logits
 from .metrics import measure
 
-__all__ = ["DEFAULT_RECIPES", "compare", "resolve_recipes"]
+if TYPE_CHECKING:
+    from fp8attn import QuantizedQKV
+
+__all__ = ["DEFAULT_RECIPES", "compare", "logit_error", "resolve_recipes"]
 
 DEFAULT_RECIPES = ("bf16", "per_tensor", "fa3", "default")
 """The floor that BF16 inputs set, the two plain FP8 baselines, and the recipe of this project."""
@@ -79,6 +83,31 @@ def compare(
         out, lse = attention(q, k, v, attn_mask, **options, recipe=recipe, backend=backend, return_lse=True)
         errors[name] = measure(out, expected, lse, expected_lse)
     return errors
+
+
+def logit_error(
+    qkv: QuantizedQKV, q: Tensor, k: Tensor, *, max_rows: int = 512, scale: float | None = None, **options: Any
+) -> Tensor:
+    """(B, Hq): rms error of the visible logits that the codes of q and k stand for; what ``predict`` foretells.
+
+    Args:
+        qkv: from ``fp8attn.quantize(q, k, v)``.
+        q, k: what was quantized.
+        max_rows: how many queries a head, evenly spaced.
+        scale, options: those of :func:`~fp8attn.analysis.exact_logits`.
+
+    >>> import torch, fp8attn
+    >>> q, k, v = (torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    >>> logit_error(fp8attn.quantize(q, k, v), q, k).amax() < 0.1
+    tensor(True)
+    """
+    rows = slice(0, q.shape[2], max(1, -(-q.shape[2] // max_rows)))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    exact = exact_logits(q, k, rows=rows, scale=scale, **options)
+    query, key, _ = dequantized(qkv)
+    visible = exact > -torch.inf
+    error = torch.where(visible, exact_logits(query, key, rows=rows, scale=scale, **options) - exact, 0.0)
+    return (error.square().sum((2, 3)) / visible.sum((2, 3)).clamp(min=1)).sqrt()
 
 
 def resolve_recipes(recipes: Recipes) -> dict[str, Recipe]:

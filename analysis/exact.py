@@ -127,14 +127,21 @@ def exact_attention_quantized(
     >>> bool((out - exact_attention(q, k, v, is_causal=True)[0]).abs().max() < 0.5)
     True
     """
+    scale = 1.0 / math.sqrt(qkv.q.shape[-1]) if scale is None else float(scale)
+    return exact_attention(*dequantized(qkv), attn_mask, scale=scale, **options)
+
+
+def dequantized(qkv: QuantizedQKV) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in float64 whose products are what the codes stand for, means put back.
+
+    Queries and keys stay rotated and balanced. Where a mean key was taken out they have one channel more, which adds
+    what that took from every logit of a row: give ``exact_attention`` a scale.
+    """
     query, key, value = (x.dequantize().double() for x in (qkv.q, qkv.k, qkv.v))
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    if qkv.logit_shift is not None:  # one more channel that adds the shift to every logit of the row
+    if qkv.logit_shift is not None:
         query = torch.cat([query, qkv.logit_shift[..., None].double()], dim=-1)
         key = torch.cat([key, torch.ones_like(key[..., :1])], dim=-1)
-    if qkv.v_mean is not None:
-        value = value + qkv.v_mean
-    return exact_attention(query, key, value, attn_mask, scale=scale, **options)
+    return query, key, value if qkv.v_mean is None else value + qkv.v_mean
 
 
 def exact_logits(

@@ -9,8 +9,12 @@ Errors of different elements are taken for independent, of each other and of the
 
     Var S = sum_i nu(q_i) k_i^2 + q_i^2 nu(k_i) + nu(q_i) nu(k_i)                                                  (1)
 
-A random rotation makes of any row normal numbers of variance |q|^2 / D (QuIP#, arXiv:2402.04396, lemma 3.1), whose
-largest, and with it the scale, follows from order statistics; nu becomes its mean over that normal distribution, and
+What lies within half a step of 0 or of the exact largest becomes that and is off by the distance.
+
+A random rotation makes of any row numbers of variance |q|^2 / D that are normal if no channel stands out (QuIP#,
+arXiv:2402.04396, lemma 3.1). The three largest channels are not left to that: a Hadamard matrix turns them into
+(+-a +- b +- c) / sqrt(D), each sign as often as the other, and the rest is normal around these. Order statistics give
+the largest of a group, and with it the scale; nu becomes its mean over that distribution, and
 
     Var S = nu_q |k|^2 + |q|^2 nu_k + D nu_q nu_k                                                                 (2)
 
@@ -25,17 +29,17 @@ The softmax turns errors of logits, weights and values into the output's. With w
 
 to first order: a mean over 1 / sum_j p_j^2 keys, the *effective number of keys*, which is what averages errors out.
 
-Where it does not hold: data that a rotation does not make normal (a Hadamard matrix without signs on a constant row),
-scales given from outside, errors of logits so large (over 0.5) that the softmax is not linear in them; of (3) also
-errors of q shared by all keys of a row, where keys and values are alike. Statistics are taken over all tokens.
+Where it does not hold, ``Prediction.notes`` says so: where so few channels, elements or different rows decide that one
+draw is no average, and where errors of logits are too large for a softmax that is linear in them. Of (3) that leaves
+errors of q shared by all keys of a row, where keys and values are alike, so that it is rougher than (1) and (2).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +54,13 @@ from .exact import exact_logits, exact_probabilities
 __all__ = ["Prediction", "incoherence_bound", "predict", "rank"]
 
 _NODES = 6  # of the largest magnitude's distribution, at equal probabilities
-_ROWS_AT_ONCE = 256
+# Where notes begin. Sums of that few terms are no averages, which the tests show family by family.
+_MANY = 48  # elements
+_CHANNELS = {True: 2.5, False: 16.0}  # of matrices of +-1 with the three largest turned exactly, and of others
+_ALIKE = 0.9
 _LINEAR = 0.5  # an error of logits up to which exp(x) is 1 + x well enough
+_HADAMARD = ("hadamard", "random_hadamard", "block_hadamard")  # matrices of +-1, up to a factor
+_SIGNS = ((1.0, 1.0, 1.0), (1.0, 1.0, -1.0), (1.0, -1.0, 1.0), (1.0, -1.0, -1.0))  # of three channels, up to one sign
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,15 @@ def predict(
     rows = slice(0, seqlen_q, max(1, -(-seqlen_q // max_rows)))
     logits = exact_logits(q, k, rows=rows, scale=scale, **{n: x for n, x in options.items() if n != "sinks"})
     weights = exact_probabilities(q, k, rows=rows, scale=scale, **options)
+    slope: Tensor | float = 1.0  # of the softcap
+    if softcap := options.get("softcap"):
+        slope = 1 - (exact_logits(q, k, rows=rows, scale=scale, softcap=softcap) / softcap).square()
 
     q, k, v = q.double(), k.double(), v.double()
     queries, keys = _smoothed(q, k, weights, rows, recipe)
     spread = _spread(recipe.rotate, head_dim)
-    q_energy, q_noise = _energy_and_noise(queries, spread, recipe.q_format, recipe.q_scale, recipe.scale_mode)
-    k_energy, k_noise = _energy_and_noise(keys, spread, recipe.k_format, recipe.k_scale, recipe.scale_mode)
+    q_energy, q_noise = _energy_and_noise(queries, spread, recipe.q_format, recipe.q_scale, recipe)
+    k_energy, k_noise = _energy_and_noise(keys, spread, recipe.k_format, recipe.k_scale, recipe)
     values = v - v.mean(2, keepdim=True) if recipe.smooth_v else v
     v_noise = _noise(values, get_format(recipe.v_format), recipe.v_scale, recipe.scale_mode).sum(-1)
 
@@ -122,6 +134,8 @@ def predict(
             g = h // group
             qe, qn, ke, kn = q_energy[b, h, rows], q_noise[b, h, rows], k_energy[b, g], k_noise[b, g]
             variance = (qn @ ke.mT + qe @ kn.mT + (spread or 1) * qn @ kn.mT) * scale**2
+            if isinstance(slope, Tensor):
+                variance = variance * slope[b, h].square()
             visible = logits[b, h] > -torch.inf
             count = visible.sum().clamp(min=1)
             logit_error[b, h] = (torch.where(visible, variance, 0.0).sum() / count).sqrt()
@@ -135,21 +149,12 @@ def predict(
             mass = p.square().sum(-1)
             seen = mass > 0
             effective[b, h] = (1 / mass[seen]).mean() if seen.any() else 0.0
-    total = v.square().sum()
-    notes = []
-    if logit_error.numel() and logit_error.max() > _LINEAR:
-        notes.append(
-            f"logits are off by {logit_error.max():.2g}, more than {_LINEAR}: the output's error is more than first "
-            "order and this prediction of it a rough one"
-        )
-    if recipe.rotate in ("hadamard", "dct"):
-        notes.append(f"rotate={recipe.rotate!r} has no random signs: rows that it is aligned with do not become normal")
     return Prediction(
         logit_error,
-        _root(v_noise.sum(), total),
+        _root(v_noise.sum(), v.square().sum()),
         _root(squares[1], squares[2]),
         effective,
-        tuple(notes),
+        tuple(_notes(queries, keys, spread, recipe, logit_error)),
     )
 
 
@@ -211,16 +216,94 @@ def _spread(rotate: str, head_dim: int) -> int | None:
     return head_dim
 
 
+def _notes(queries: Tensor, keys: Tensor, spread: int | None, recipe: Recipe, logit_error: Tensor) -> Iterator[str]:
+    """Which assumptions of the module's text smoothed and balanced queries and keys do not meet."""
+    if not logit_error.numel() or not keys.numel():
+        return
+    if logit_error.max() > _LINEAR:
+        yield (
+            f"logits are off by {logit_error.max():.2g}, more than {_LINEAR}: the output's error is more than first "
+            "order and this prediction of it a rough one"
+        )
+    for name, x in (("queries", queries), ("keys", keys)):
+        elements = float(_effective(x.square().flatten()))
+        if elements < _MANY:
+            yield f"{elements:.0f} elements hold the energy of all {name}: too few for an average"
+        rows = x[0, 0].new_zeros(()) if spread is None else _alikeness(x).max()
+        if rows > _ALIKE:
+            yield f"{rows:.0%} of a head's {name} is in their mean: a rotation draws one error for all of them"
+    if spread is None:
+        return
+    if recipe.rotate in ("hadamard", "dct"):
+        yield f"rotate={recipe.rotate!r} has no random signs: rows that it is aligned with do not become normal"
+    group = queries.shape[1] // keys.shape[1]
+    shares = queries.square().mean((0, 2)).sqrt() * keys.square().mean((0, 2)).sqrt().repeat_interleave(group, dim=0)
+    channels, needed = float(_effective(shares).min()), _CHANNELS[recipe.rotate in _HADAMARD]
+    if channels < needed:
+        yield f"{channels:.1f} channels hold a head's logits: too few for a rotation to make rows normal"
+
+
+def _effective(shares: Tensor) -> Tensor:
+    """(sum a)^2 / sum a^2 over the last axis: how many of them there are, if those that matter are alike."""
+    squares = shares.square().sum(-1)
+    return torch.where(squares > 0, shares.sum(-1).square() / squares, shares.shape[-1])
+
+
+def _alikeness(x: Tensor) -> Tensor:
+    """|mean row|^2 / mean |row|^2, (B, H)."""
+    energy = x.square().sum(-1).mean(-1)
+    return torch.where(energy > 0, x.mean(2).square().sum(-1) / energy, 0.0)
+
+
 def _energy_and_noise(
-    x: Tensor, spread: int | None, format: str, granularity: str, scale_mode: str
+    x: Tensor, spread: int | None, format: str, granularity: str, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
     """Of (B, H, S, D): squares and error variances (B, H, S, D); or, where a rotation spreads n channels each, the sum
     of squares over the n and the error variance of one of them, (B, H, S, D / n)."""
     fmt = get_format(format)
     if spread is None:
-        return x.square(), _noise(x, fmt, granularity, scale_mode)
-    energy = x.square().unflatten(-1, (-1, spread)).sum(-1)
-    return energy, _normal_noise((energy / spread).sqrt(), spread, fmt, Granularity.parse(granularity), scale_mode)
+        return x.square(), _noise(x, fmt, granularity, recipe.scale_mode)
+    blocks = x.unflatten(-1, (-1, spread))
+    energy = blocks.square().sum(-1)
+    signs_only = recipe.rotate in _HADAMARD
+    # (B, H, S, m, 3); of a matrix with other entries nothing of the kind is known
+    largest = blocks.abs().topk(3, dim=-1).values if signs_only and spread > 3 else blocks.new_zeros(*energy.shape, 3)
+    rest = (energy - largest.square().sum(-1)).clamp(min=0)
+    centers = (largest @ largest.new_tensor(_SIGNS).mT).abs()
+    rotated = _Rotated(spread, centers / math.sqrt(spread), (rest / spread).sqrt())
+    return energy, _rotated_noise(rotated, fmt, Granularity.parse(granularity), recipe.scale_mode)
+
+
+class _Rotated(NamedTuple):
+    """How the n entries of each rotated block are distributed: normal around any center, or its negative."""
+
+    n: int
+    centers: Tensor  # (B, H, S, m, 4), not negative
+    deviation: Tensor  # (B, H, S, m)
+
+    def within(self, limit: Tensor) -> Tensor:
+        """P(|y| < limit); the limit's axes are (B, H, S, m) or more after these."""
+        more = (1,) * (limit.dim() - self.deviation.dim())
+        unit = (self.deviation * math.sqrt(2)).clamp(min=torch.finfo(torch.float64).tiny)
+        shares = [
+            torch.special.erf((limit - sign * center.view(*center.shape, *more)) / unit.view(*unit.shape, *more))
+            for center in self.centers.unbind(-1)
+            for sign in (1, -1)
+        ]
+        return torch.stack(shares).mean(0)
+
+    def square_about(self, point: Tensor | float, low: Tensor, high: Tensor) -> Tensor:
+        """E[(|y| - point)^2; low < |y| < high], all (B, H, S, m)."""
+        deviation = self.deviation.clamp(min=1e-30)
+        total = torch.zeros_like(deviation)
+        for center in (sign * center for center in self.centers.unbind(-1) for sign in (1, -1)):
+            start, end = (low - center) / deviation, (high - center) / deviation
+            share = (torch.special.erf(end / math.sqrt(2)) - torch.special.erf(start / math.sqrt(2))) / 2
+            at_start, at_end = (torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi) for z in (start, end))
+            offset = center - point
+            total += offset.square() * share + 2 * offset * deviation * (at_start - at_end)
+            total += deviation.square() * (share + start * at_start - end * at_end)
+        return total / self.centers.shape[-1]
 
 
 def _noise(x: Tensor, fmt: Format, granularity: str, scale_mode: str) -> Tensor:
@@ -231,11 +314,12 @@ def _noise(x: Tensor, fmt: Format, granularity: str, scale_mode: str) -> Tensor:
     groups = Granularity.parse(granularity)
     amax = groups.amax(magnitudes)
     scale = groups.expand(_scale(amax, fmt, scale_mode), x.shape[-2])
-    noise = (fmt.step(magnitudes / scale) * scale).square() / 12
-    exact = magnitudes == 0
+    steps = fmt.step(magnitudes / scale) * scale
+    noise = torch.where(magnitudes < steps / 2, magnitudes.square(), steps.square() / 12)
     if scale_mode == "fp32":
-        exact |= magnitudes == groups.expand(amax, x.shape[-2])
-    return torch.where(exact, 0.0, noise)
+        below = groups.expand(amax, x.shape[-2]) - magnitudes
+        noise = torch.where(below < _top_step(fmt) * scale / 2, below.square(), noise)
+    return noise
 
 
 def _scale(amax: Tensor, fmt: Format, scale_mode: str) -> Tensor:
@@ -243,39 +327,58 @@ def _scale(amax: Tensor, fmt: Format, scale_mode: str) -> Tensor:
     return ceil_pow2(scale.float()).double() if scale_mode == "pow2" else scale
 
 
-def _normal_noise(deviation: Tensor, n: int, fmt: Format, groups: Granularity, scale_mode: str) -> Tensor:
-    """Mean nu of n normal numbers for each ``deviation`` (B, H, S, m), averaged over what their group's largest is."""
+def _rotated_noise(rotated: _Rotated, fmt: Format, groups: Granularity, scale_mode: str) -> Tensor:
+    """Mean nu of every block's entries (B, H, S, m), averaged over what their group's largest is."""
+    deviation = rotated.deviation
     steps, bounds = _binades(fmt, deviation.device)
     if not fmt.scaled:
-        return deviation.square() * _relative_noise(deviation, steps, bounds)
-    members = n * deviation.shape[-1] * _tokens(groups, deviation.shape)
+        anything = torch.full_like(deviation, float(bounds[-1]))
+        return _mean_noise(rotated, steps, bounds, torch.ones_like(deviation), anything, 0.0)
+    members = rotated.n * deviation.shape[-1] * _tokens(groups, deviation.shape)
     noise = torch.zeros_like(deviation)
     for node in range(_NODES):
-        amax = _largest(deviation, n, groups, (node + 0.5) / _NODES)
+        amax = _largest(rotated, groups, (node + 0.5) / _NODES)
         scale = _scale(amax, fmt, scale_mode)
-        unit = groups.expand(scale, deviation.shape[-2])
-        limit = groups.expand(amax / scale, deviation.shape[-2])
-        relative = _relative_noise(deviation / unit, steps, torch.minimum(bounds, limit[..., None]))
-        noise += deviation.square() * relative / _NODES
+        unit = groups.expand(scale, deviation.shape[-2]).expand_as(deviation)
+        limit = groups.expand(amax, deviation.shape[-2]).expand_as(deviation)
+        noise += _mean_noise(rotated, steps, bounds, unit, limit, _top_step(fmt) if scale_mode == "fp32" else 0.0)
     # With an FP32 scale the largest of a group is exact, and the others lie below it.
-    return noise * (1 - 1 / members) if scale_mode == "fp32" else noise
+    return noise / _NODES * (1 - 1 / members if scale_mode == "fp32" else 1)
+
+
+def _mean_noise(
+    rotated: _Rotated, steps: Tensor, bounds: Tensor, unit: Tensor, limit: Tensor, top_step: float
+) -> Tensor:
+    """E[nu(y)] where |y| is known to lie below ``limit``, which is exact if ``top_step`` is not 0.
+
+    ``steps``, ``bounds`` and ``top_step`` are in ``unit``.
+    """
+    low = torch.minimum(steps[0] / 2 * unit, limit)  # below it y becomes 0
+    high = torch.maximum(limit - top_step / 2 * unit, low)  # above it the limit
+    between = (bounds * unit[..., None]).clamp(low[..., None], high[..., None])
+    squares = (rotated.within(between).diff(dim=-1) * steps.square()).sum(-1) * unit.square() / 12
+    squares += rotated.square_about(0.0, torch.zeros_like(low), low) + rotated.square_about(limit, high, limit)
+    return squares / rotated.within(limit).clamp(min=1e-300)
+
+
+def _top_step(fmt: Format) -> float:
+    return float(fmt.step(torch.tensor(fmt.max)))
 
 
 def _tokens(groups: Granularity, shape: torch.Size) -> int:
     return {"token": 1, "block": min(groups.size, shape[2]), "head": shape[2], "tensor": shape[:3].numel()}[groups.kind]
 
 
-def _largest(deviation: Tensor, n: int, groups: Granularity, probability: float) -> Tensor:
-    """The quantile of the largest magnitude of every group, in the scale's shape: of prod_rows (2 Phi(t / d) - 1)^n."""
-    per_token = deviation.amax(-1, keepdim=True)
-    high = groups.amax(per_token) * 12  # beyond any number that is drawn
-    low = groups.amax(per_token) * 0.1
+def _largest(rotated: _Rotated, groups: Granularity, probability: float) -> Tensor:
+    """The quantile of the largest magnitude of every group, in the scale's shape: of prod_rows P(|y| < t)^n."""
+    high = groups.amax((rotated.centers.amax(-1) + rotated.deviation * 12).amax(-1, keepdim=True))
+    low = high * 1e-3
     target = math.log(probability)
     for _ in range(24):
         middle = (low + high) / 2
-        at = groups.expand(middle, deviation.shape[-2]) / deviation.clamp(min=torch.finfo(torch.float64).tiny)
-        logs = n * torch.log(torch.special.erf(at / math.sqrt(2)).clamp(min=1e-300)).sum(-1, keepdim=True)
-        below = -_sums(groups, -logs) < target
+        at = groups.expand(middle, rotated.deviation.shape[-2]).expand_as(rotated.deviation)
+        logs = rotated.n * torch.log(rotated.within(at).clamp(min=1e-300)).sum(-1, keepdim=True)
+        below = _sums(groups, logs) < target
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return (low + high) / 2
 
@@ -300,14 +403,6 @@ def _binades(fmt: Format, device: torch.device) -> tuple[Tensor, Tensor]:
         edges = [0.0, *(2.0**e for e in range(max(fmt.min_exponent, -60) + 1, top)), fmt.max]
     bounds = torch.tensor(edges, dtype=torch.float64, device=device)
     return fmt.step((bounds[:-1] + bounds[1:]) / 2), bounds
-
-
-def _relative_noise(deviation: Tensor, steps: Tensor, bounds: Tensor) -> Tensor:
-    """E[step(x)^2] / 12 over a normal distribution cut off at the last bound, relative to its variance uncut."""
-    deviation = deviation.clamp(min=1e-30)
-    shares = torch.special.erf(bounds / (deviation[..., None] * math.sqrt(2)))
-    squares = (shares.diff(dim=-1) * steps.square()).sum(-1) / shares[..., -1].clamp(min=1e-300)
-    return squares / 12 / deviation.square()
 
 
 def _weight_noise(p: Tensor, fmt: Format) -> Tensor:
