@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .capturing import capture
-    from .comparison import compare, resolve_recipes
+    from .comparison import compare, logit_error, resolve_recipes
     from .evaluation import evaluate, to_json, to_markdown
     from .exact import exact_attention, exact_attention_quantized, exact_logits, exact_probabilities
     from .inputs import CaptureFile, LayerQKV, load_qkv, load_sample
@@ -55,6 +55,7 @@ _NAMES = {
     "kl_divergence": "metrics",
     "load_qkv": "inputs",
     "load_sample": "inputs",
+    "logit_error": "comparison",
     "lse_error": "metrics",
     "max_abs_error": "metrics",
     "max_relative_error": "metrics",
@@ -93,6 +94,7 @@ __all__ = [
     "kl_divergence",
     "load_qkv",
     "load_sample",
+    "logit_error",
     "lse_error",
     "max_abs_error",
     "max_relative_error",
