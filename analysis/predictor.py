@@ -374,7 +374,7 @@ def _largest(rotated: _Rotated, groups: Granularity, probability: float) -> Tens
     high = groups.amax((rotated.centers.amax(-1) + rotated.deviation * 12).amax(-1, keepdim=True))
     low = high * 1e-3
     target = math.log(probability)
-    for _ in range(24):
+    for _ in range(16):  # to 2^-16 of the largest there can be
         middle = (low + high) / 2
         at = groups.expand(middle, rotated.deviation.shape[-2]).expand_as(rotated.deviation)
         logs = rotated.n * torch.log(rotated.within(at).clamp(min=1e-300)).sum(-1, keepdim=True)

@@ -139,6 +139,15 @@ def test_error_is_at_most_half_a_step(values: list[float], fmt: Format) -> None:
     assert ((fmt.round(x.float()).double() - x).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, INT8], ids=lambda f: f.name)
+def test_steps_are_the_gaps_between_codes(fmt: Format) -> None:
+    values = fmt.decode(fmt.codes())
+    values = values[values.isfinite()].abs().unique()
+    gaps = values.diff()
+    assert torch.equal(fmt.step((values[:-1] + values[1:]) / 2), gaps)
+    assert torch.equal(fmt.step(-values[:-1]), gaps)
+
+
 def test_a_copy_of_a_format_rounds_alike() -> None:
     x = torch.tensor([3.4e38, 1.0, 1e-3])
     for fmt in FORMATS.values():

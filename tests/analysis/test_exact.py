@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8attn.analysis import exact, exact_attention
+from fp8attn.analysis import exact, exact_attention, exact_logits, exact_probabilities
 
 # float64 sums of at most 64 terms of size O(10): 64 * 2^-53 * 10 = 7e-14, for logits and for the output each.
 ROUNDING = 1e-12
@@ -243,6 +243,39 @@ def test_inputs_are_not_modified_and_strides_do_not_matter() -> None:
     packed = exact_attention(*(tensor.transpose(1, 2).contiguous() for tensor in (query, key, value)), is_causal=True)
     close(strided, packed, atol=0)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((query, key, value), before, strict=True))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "causal_alignment": "bottom_right", "scale": 0.7},
+    {"window": (2, 1), "softcap": 1.5},
+    {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+    {"attn_mask": torch.tensor([True, False, True, True, False, True, True])},
+    {"attn_mask": torch.linspace(-3, 3, 7), "is_causal": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_probabilities_are_those_of_attention(options: dict[str, Any]) -> None:
+    """Weights times values is attention's output, and logits' log-sum-exp its lse, for any rows."""
+    query, key, value = qkv(1, num_kv_heads=2, group=2, seqlen_q=5, seqlen_k=7)
+    out, lse = exact_attention(query, key, value, **options)
+    for rows in (None, slice(1, None, 3), slice(0, 0)):
+        weights = exact_probabilities(query, key, rows=rows, **options)
+        picked = slice(None) if rows is None else rows
+        got = weights @ value.double().repeat_interleave(2, dim=1)
+        torch.testing.assert_close(got, out[:, :, picked], atol=ROUNDING, rtol=0)
+        if "sinks" not in options:
+            logits = exact_logits(query, key, rows=rows, **options)
+            torch.testing.assert_close(logits.logsumexp(-1), lse[:, :, picked], atol=ROUNDING, rtol=0)
+
+
+def test_a_row_that_sees_nothing_has_no_weights() -> None:
+    query, key, _ = qkv(0, seqlen_q=3, seqlen_k=2)
+    weights = exact_probabilities(query, key, is_causal=True, causal_alignment="bottom_right")
+    assert weights[0, 0, 0].tolist() == [0.0, 0.0] and weights[0, 0, 1].tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match="sinks must be"):
+        exact_probabilities(query, key, sinks=torch.zeros(9))
 
 
 Q, K, V = qkv(0, num_kv_heads=2, group=3)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +116,67 @@ def test_lse_rows() -> None:
     assert lse_error(torch.tensor([-infinity, -infinity, 2.0]), same) == infinity
     assert math.isnan(lse_error(torch.tensor([math.nan, -infinity, 2.0]), same))
     assert not lse_error(torch.tensor([1.0, math.nan, 2.0]), same) < infinity
+
+
+def test_relative_errors_of_elements() -> None:
+    x, y = torch.tensor([3.0, 3.0, 0.0]), torch.tensor([3.0, 5.0, 0.0])
+    assert metrics.relative_l1(x, y) == 2 / 8
+    assert metrics.max_relative_error(x, y) == 2 / 5
+    assert metrics.max_relative_error(torch.ones(1), torch.zeros(1)) == math.inf
+    assert math.isnan(metrics.max_relative_error(torch.tensor([math.nan, 1.0]), torch.ones(2)))
+    assert metrics.max_relative_error(torch.ones(0), torch.ones(0)) == 0.0
+
+
+def test_probabilities() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
+    expected = scipy.stats.entropy(y.numpy(), x.numpy(), axis=-1).mean()
+    assert metrics.kl_divergence(x, y) == pytest.approx(expected, rel=ROUNDING)
+    assert metrics.kl_divergence(y, y) == 0.0 and metrics.top1_agreement(y, y) == 1.0
+    hidden = torch.cat([y, torch.zeros(2, 1, 5)], dim=1)  # rows that see nothing say nothing
+    also = torch.cat([x, torch.zeros(2, 1, 5)], dim=1)
+    assert metrics.kl_divergence(also, hidden) == pytest.approx(expected, rel=ROUNDING)
+    assert (
+        metrics.top1_agreement(also, hidden)
+        == metrics.top1_agreement(x, y)
+        == (x.argmax(-1) == y.argmax(-1)).double().mean().item()
+    )
+    assert metrics.kl_divergence(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])) == math.inf
+    assert metrics.top1_agreement(torch.tensor([[math.nan, 0.9]]), torch.tensor([[0.1, 0.9]])) == 0.0
+    assert metrics.top1_agreement(torch.zeros(1, 2), torch.zeros(1, 2)) == 1.0
+
+
+def test_heads_and_rows() -> None:
+    x, y = torch.zeros(2, 3, 4, 2), torch.ones(2, 3, 4, 2)
+    x[1, 2], x[0, 1, 0] = 3.0, 1.0
+    expected = torch.ones(2, 3, dtype=torch.float64)
+    expected[1, 2], expected[0, 1] = 2.0, math.sqrt(0.75)
+    assert torch.allclose(metrics.by_head(rmse, x, y), expected, rtol=ROUNDING)
+    assert metrics.worst_head(rmse, x, y) == (1, 2, 2.0)
+    x[0, 0, 0, 0] = math.nan
+    assert metrics.worst_head(rmse, x, y)[:2] == (0, 0)
+    with pytest.raises(ValueError, match="there is no head"):
+        metrics.worst_head(rmse, torch.zeros(0, 3, 1), torch.zeros(0, 3, 1))
+    rows = torch.arange(1.0, 101.0)[:, None]
+    found = metrics.row_quantiles(torch.zeros(100, 1), rows, (0.0, 0.5, 0.99, 1.0))
+    assert found == {0.0: 1.0, 0.5: 1.0, 0.99: 1.0, 1.0: 1.0}
+    found = metrics.row_quantiles(torch.ones(100, 1) + rows, torch.ones(100, 1), (0.0, 0.5, 0.99, 1.0))
+    assert found == {0.0: 1.0, 0.5: 50.0, 0.99: 99.0, 1.0: 100.0}
+    assert math.isnan(metrics.row_quantiles(torch.tensor([[math.nan], [1.0]]), torch.ones(2, 1))[1.0])
+
+
+def test_confidence_intervals_cover_the_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(400):
+        _, low, high = metrics.confidence_interval(torch.randn(5, generator=generator).tolist(), 0.9)
+        covered += low <= 0.0 <= high
+    assert 340 <= covered <= 380  # 360 +- 6 expected, three of them each way
+    mean, low, high = metrics.confidence_interval([2.0])
+    assert mean == 2.0 and math.isnan(low) and math.isnan(high)
+    for values, confidence in (([], 0.9), ([1.0], 1.0)):
+        with pytest.raises(ValueError, match=r"a mean needs values and a confidence in \(0, 1\)"):
+            metrics.confidence_interval(values, confidence)
 
 
 def test_measure_collects_the_five() -> None:
