@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .capturing import capture
+    from .causes import CauseSplit, ablations, split_by_cause
     from .comparison import compare, logit_error, resolve_recipes
     from .evaluation import evaluate, to_json, to_markdown
     from .exact import exact_attention, exact_attention_quantized, exact_logits, exact_probabilities
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "CaptureFile": "inputs",
+    "CauseSplit": "causes",
     "LayerQKV": "inputs",
     "LlamaModel": "llama",
     "Prediction": "predictor",
+    "ablations": "causes",
     "by_head": "metrics",
     "calc_diff": "metrics",
     "capture": "capturing",
@@ -67,6 +70,7 @@ _NAMES = {
     "resolve_recipes": "comparison",
     "rmse": "metrics",
     "row_quantiles": "metrics",
+    "split_by_cause": "causes",
     "sqnr_db": "metrics",
     "to_json": "evaluation",
     "to_markdown": "evaluation",
@@ -76,9 +80,11 @@ _NAMES = {
 
 __all__ = [
     "CaptureFile",
+    "CauseSplit",
     "LayerQKV",
     "LlamaModel",
     "Prediction",
+    "ablations",
     "by_head",
     "calc_diff",
     "capture",
@@ -106,6 +112,7 @@ __all__ = [
     "resolve_recipes",
     "rmse",
     "row_quantiles",
+    "split_by_cause",
     "sqnr_db",
     "to_json",
     "to_markdown",

@@ -47,9 +47,10 @@ from torch import Tensor
 from fp8attn.formats import Format, get_format
 from fp8attn.recipe import Recipe
 from fp8attn.scaling import Granularity, ceil_pow2
-from fp8attn.transforms import balance_factors, channel_mean, make_transform, mean_out_helps
+from fp8attn.transforms import make_transform
 
 from .exact import exact_logits, exact_probabilities
+from .steps import fit_smoothing, smoothed
 
 __all__ = ["Prediction", "incoherence_bound", "predict", "rank"]
 
@@ -117,12 +118,11 @@ def predict(
     if softcap := options.get("softcap"):
         slope = 1 - (exact_logits(q, k, rows=rows, scale=scale, softcap=softcap) / softcap).square()
 
-    q, k, v = q.double(), k.double(), v.double()
-    queries, keys = _smoothed(q, k, weights, rows, recipe)
+    queries, keys, values = smoothed(q, k, v, fit_smoothing(q, k, v, recipe, weights, rows))
+    v = v.double()
     spread = _spread(recipe.rotate, head_dim)
     q_energy, q_noise = _energy_and_noise(queries, spread, recipe.q_format, recipe.q_scale, recipe)
     k_energy, k_noise = _energy_and_noise(keys, spread, recipe.k_format, recipe.k_scale, recipe)
-    values = v - v.mean(2, keepdim=True) if recipe.smooth_v else v
     v_noise = _noise(values, get_format(recipe.v_format), recipe.v_scale, recipe.scale_mode).sum(-1)
 
     squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of visible logits, of the output's error, of it
@@ -188,22 +188,6 @@ def incoherence_bound(dim: int, probability: float = 0.99) -> float:
 
 
 # ---- Steps of the recipe ---------------------------------------------------------------------------------------------
-
-
-def _smoothed(q: Tensor, k: Tensor, weights: Tensor, rows: slice, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """q b and (k - c) / b."""
-    if recipe.smooth_k:
-        taken: Tensor | bool = True
-        if recipe.smooth_k == "auto":
-            helps = mean_out_helps(
-                q[:, :, rows], k, weights, rotated=recipe.rotate != "none", balanced=recipe.balance == "rms", q=q
-            )
-            taken = helps[:, :, None, None]
-        k = k - channel_mean(k).double() * taken
-    if recipe.balance == "rms":
-        factors = balance_factors(q, k).double()
-        q, k = q * factors.repeat_interleave(q.shape[1] // k.shape[1], dim=1), k / factors
-    return q, k
 
 
 def _spread(rotate: str, head_dim: int) -> int | None:
