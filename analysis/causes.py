@@ -113,9 +113,9 @@ def split_by_cause(
 
     def run(causes: tuple[str, ...]) -> Tensor:
         """Attention with these of q, k, v and p rounded."""
-        chosen = [codes[name] if name in causes else plain[name] for name in "qkv"]
+        q, k, v = (codes[name] if name in causes else plain[name] for name in "qkv")
         fmt = p_format if "p" in causes else None
-        return _attend(*chosen, fmt, v_scale, shift, smoothing, scale, sinks, options)
+        return _attend(q, k, v, fmt, v_scale, shift, smoothing, scale, sinks, options)
 
     everything = run(_ROUNDED)
     accumulator = out - everything
