@@ -50,7 +50,7 @@ from fp8attn.scaling import Granularity, ceil_pow2
 from fp8attn.transforms import make_transform
 
 from .exact import exact_logits, exact_probabilities
-from .steps import fit_smoothing, smoothed
+from .preparation import fit_smoothing, smoothed
 
 __all__ = ["Prediction", "incoherence_bound", "predict", "rank"]
 
@@ -125,7 +125,7 @@ def predict(
     k_energy, k_noise = _energy_and_noise(keys, spread, recipe.k_format, recipe.k_scale, recipe)
     v_noise = _noise(values, get_format(recipe.v_format), recipe.v_scale, recipe.scale_mode).sum(-1)
 
-    squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of visible logits, of the output's error, of it
+    squares = torch.zeros(2, dtype=torch.float64, device=q.device)  # of the output's error, of the output
     logit_error = torch.zeros(batch, num_q_heads, dtype=torch.float64, device=q.device)
     effective = torch.zeros_like(logit_error)
     p_format = get_format(recipe.p_format)
@@ -144,15 +144,15 @@ def predict(
             # |v_j - o|^2 without a tensor of rows x keys x channels
             apart = (v[b, g].square().sum(-1) - 2 * out @ v[b, g].mT + out.square().sum(-1, keepdim=True)).clamp(min=0)
             error = (p.square() * variance + _weight_noise(p, p_format)) * apart + p.square() * v_noise[b, g]
-            squares[1] += error.sum()
-            squares[2] += out.square().sum()
+            squares[0] += error.sum()
+            squares[1] += out.square().sum()
             mass = p.square().sum(-1)
             seen = mass > 0
             effective[b, h] = (1 / mass[seen]).mean() if seen.any() else 0.0
     return Prediction(
         logit_error,
         _root(v_noise.sum(), v.square().sum()),
-        _root(squares[1], squares[2]),
+        _root(squares[0], squares[1]),
         effective,
         tuple(_notes(queries, keys, spread, recipe, logit_error)),
     )
@@ -187,7 +187,7 @@ def incoherence_bound(dim: int, probability: float = 0.99) -> float:
     return math.sqrt(2 * math.log(2 * dim / (1 - probability)))
 
 
-# ---- Steps of the recipe ---------------------------------------------------------------------------------------------
+# ---- Errors of elements ----------------------------------------------------------------------------------------------
 
 
 def _spread(rotate: str, head_dim: int) -> int | None:
@@ -202,7 +202,7 @@ def _spread(rotate: str, head_dim: int) -> int | None:
 
 def _notes(queries: Tensor, keys: Tensor, spread: int | None, recipe: Recipe, logit_error: Tensor) -> Iterator[str]:
     """Which assumptions of the module's text smoothed and balanced queries and keys do not meet."""
-    if not logit_error.numel() or not keys.numel():
+    if not queries.numel() or not keys.numel():
         return
     if logit_error.max() > _LINEAR:
         yield (
@@ -249,9 +249,9 @@ def _energy_and_noise(
         return x.square(), _noise(x, fmt, granularity, recipe.scale_mode)
     blocks = x.unflatten(-1, (-1, spread))
     energy = blocks.square().sum(-1)
-    signs_only = recipe.rotate in _HADAMARD
+    turned = recipe.rotate in _HADAMARD and spread > 3
     # (B, H, S, m, 3); of a matrix with other entries nothing of the kind is known
-    largest = blocks.abs().topk(3, dim=-1).values if signs_only and spread > 3 else blocks.new_zeros(*energy.shape, 3)
+    largest = blocks.abs().topk(3, dim=-1).values if turned else blocks.new_zeros(*energy.shape, 3)
     rest = (energy - largest.square().sum(-1)).clamp(min=0)
     centers = (largest @ largest.new_tensor(_SIGNS).mT).abs()
     rotated = _Rotated(spread, centers / math.sqrt(spread), (rest / spread).sqrt())

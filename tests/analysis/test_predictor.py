@@ -106,7 +106,8 @@ def test_options_reach_the_prediction() -> None:
         out, _ = exact_attention(q, k, v, **options)
         got = fp8attn.attention(q, k, v, **options, recipe=PLAIN, enable_gqa=True)
         error = float((got - out).norm() / out.norm())
-        assert prediction.output_error == pytest.approx(error, rel=0.35), options
+        # First order, so it is off by about the logits' error itself, which is 0.1 and less here.
+        assert prediction.output_error == pytest.approx(error, rel=0.15), options
 
 
 def test_effective_keys() -> None:
@@ -117,7 +118,7 @@ def test_effective_keys() -> None:
 
 
 def test_what_is_exact_is_predicted_to_be() -> None:
-    """Powers of two are values of every format, up to its range: but the predictor knows steps, not values."""
+    """Zero is, and with an FP32 scale a group's largest."""
     q, k, v = torch.zeros(1, 1, 8, 16), torch.ones(1, 1, 8, 16), torch.ones(1, 1, 8, 16)
     prediction = predict(q, k, v, PLAIN)
     assert prediction.logit_error.item() == 0.0
@@ -127,6 +128,7 @@ def test_what_is_exact_is_predicted_to_be() -> None:
 def test_nothing_to_predict() -> None:
     prediction = predict(torch.zeros(1, 2, 0, 8), torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8))
     assert prediction.logit_error.tolist() == [[0.0, 0.0]] and prediction.output_error == 0.0
+    assert prediction.notes == ()
     hidden = predict(*(torch.ones(1, 1, 4, 8),) * 3, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
     assert hidden.effective_keys.tolist() == [[0.0]] and hidden.output_error == 0.0
 

@@ -12,7 +12,9 @@ __all__ = ["fit_smoothing", "rotated", "smoothed"]
 
 
 def fit_smoothing(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, weights: Tensor, rows: slice) -> Smoothing:
-    """The statistics that the recipe asks for, over all tokens.
+    """The statistics that the recipe asks for, over all tokens, finite or not: the quantizer's wherever it uses all.
+
+    (The quantizer leaves out what no query sees, and takes the balance of every n-th query where there are thousands.)
 
     Args:
         weights: (B, Hq, R, Sk), the attention probabilities of the queries ``rows``: ``smooth_k="auto"`` decides by
