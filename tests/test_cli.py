@@ -160,8 +160,9 @@ def test_interrupt(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupt_of_a_real_process(small: Path) -> None:
     program = (
-        "import os, signal, sys, fp8attn.analysis.comparison as c\n"
-        "c.attention = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
+        "import os, signal, sys, time, fp8attn.analysis.comparison as c\n"
+        # Another thread may receive the signal; wait until this one is told.
+        "c.attention = lambda *a, **k: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60))\n"
         "from fp8attn.cli import app\n"
         f"sys.argv = ['fp8attn', 'run', {str(small)!r}]\n"
         "app()\n"
