@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .capturing import capture
     from .causes import CauseSplit, ablations, split_by_cause
-    from .comparison import compare, logit_error, resolve_recipes
+    from .comparison import Comparison, compare
+    from .errors import logit_error, recipe_errors, resolve_recipes
     from .evaluation import evaluate, to_json, to_markdown
     from .exact import exact_attention, exact_attention_quantized, exact_logits, exact_probabilities
     from .inputs import CaptureFile, LayerQKV, load_qkv, load_sample
@@ -34,14 +35,26 @@ if TYPE_CHECKING:
         top1_agreement,
         worst_head,
     )
+    from .outliers import AttentionShape, OutlierSpec, make_qkv
+    from .plots import Plot, draw, summarize
     from .predictor import Prediction, incoherence_bound, predict, rank
+    from .running import run_study
+    from .study import STUDIES, Claim, Study, StudyResult, load_study
 
 _NAMES = {
+    "AttentionShape": "outliers",
     "CaptureFile": "inputs",
     "CauseSplit": "causes",
+    "Claim": "study",
+    "Comparison": "comparison",
     "LayerQKV": "inputs",
     "LlamaModel": "llama",
+    "OutlierSpec": "outliers",
+    "Plot": "plots",
     "Prediction": "predictor",
+    "STUDIES": "study",
+    "Study": "study",
+    "StudyResult": "study",
     "ablations": "causes",
     "by_head": "metrics",
     "calc_diff": "metrics",
@@ -49,6 +62,7 @@ _NAMES = {
     "compare": "comparison",
     "confidence_interval": "metrics",
     "cosine": "metrics",
+    "draw": "plots",
     "evaluate": "evaluation",
     "exact_attention": "exact",
     "exact_attention_quantized": "exact",
@@ -58,20 +72,25 @@ _NAMES = {
     "kl_divergence": "metrics",
     "load_qkv": "inputs",
     "load_sample": "inputs",
-    "logit_error": "comparison",
+    "load_study": "study",
+    "logit_error": "errors",
     "lse_error": "metrics",
+    "make_qkv": "outliers",
     "max_abs_error": "metrics",
     "max_relative_error": "metrics",
     "measure": "metrics",
     "predict": "predictor",
     "rank": "predictor",
+    "recipe_errors": "errors",
     "relative_error": "metrics",
     "relative_l1": "metrics",
-    "resolve_recipes": "comparison",
+    "resolve_recipes": "errors",
     "rmse": "metrics",
     "row_quantiles": "metrics",
+    "run_study": "running",
     "split_by_cause": "causes",
     "sqnr_db": "metrics",
+    "summarize": "plots",
     "to_json": "evaluation",
     "to_markdown": "evaluation",
     "top1_agreement": "metrics",
@@ -79,11 +98,19 @@ _NAMES = {
 }
 
 __all__ = [
+    "STUDIES",
+    "AttentionShape",
     "CaptureFile",
     "CauseSplit",
+    "Claim",
+    "Comparison",
     "LayerQKV",
     "LlamaModel",
+    "OutlierSpec",
+    "Plot",
     "Prediction",
+    "Study",
+    "StudyResult",
     "ablations",
     "by_head",
     "calc_diff",
@@ -91,6 +118,7 @@ __all__ = [
     "compare",
     "confidence_interval",
     "cosine",
+    "draw",
     "evaluate",
     "exact_attention",
     "exact_attention_quantized",
@@ -100,20 +128,25 @@ __all__ = [
     "kl_divergence",
     "load_qkv",
     "load_sample",
+    "load_study",
     "logit_error",
     "lse_error",
+    "make_qkv",
     "max_abs_error",
     "max_relative_error",
     "measure",
     "predict",
     "rank",
+    "recipe_errors",
     "relative_error",
     "relative_l1",
     "resolve_recipes",
     "rmse",
     "row_quantiles",
+    "run_study",
     "split_by_cause",
     "sqnr_db",
+    "summarize",
     "to_json",
     "to_markdown",
     "top1_agreement",

@@ -11,7 +11,7 @@ import torch
 
 import fp8attn
 
-from .comparison import DEFAULT_RECIPES, Recipes, compare, resolve_recipes
+from .errors import DEFAULT_RECIPES, Recipes, recipe_errors, resolve_recipes
 from .exact import exact_attention
 from .inputs import CaptureFile
 from .metrics import METRICS
@@ -32,7 +32,7 @@ def evaluate(
 
     Args:
         capture: from :func:`~fp8attn.analysis.load_qkv` or ``load_sample``; its metadata's softmax scale is used.
-        recipes: as in :func:`~fp8attn.analysis.compare`.
+        recipes: as in :func:`~fp8attn.analysis.recipe_errors`.
         is_causal: None is what the capture's metadata says.
         source: what the result calls the capture; its file name if None.
         backend: which implementation to measure.
@@ -62,7 +62,7 @@ def evaluate(
         errors: dict[str, dict[str, float]] = {}
         for name, recipe in chosen.items():
             advance(f"{layer.name}: {name}", 1)
-            errors |= compare(layer.q, layer.k, layer.v, {name: recipe}, **options, backend=backend, exact=exact)
+            errors |= recipe_errors(layer.q, layer.k, layer.v, {name: recipe}, **options, backend=backend, exact=exact)
         batch, num_q_heads, seqlen_q, head_dim = layer.q.shape
         shape = {
             "batch": batch,

@@ -107,6 +107,8 @@ def main(
       fp8attn run qkv.safetensors --causal       [dim]# your own q, k and v[/dim]
       fp8attn run -r default -r mine.json        [dim]# chosen recipes; a JSON file holds your own[/dim]
       fp8attn capture text.txt --out qkv.safetensors
+      fp8attn study                              [dim]# lists the ready-made studies[/dim]
+      fp8attn study transforms --quick
     """
 
 
@@ -165,7 +167,7 @@ def run(
         inputs = [file, *(Path(name) for name in recipe or () if name.endswith(".json"))]
         writers = _output_files(out, json_to, inputs)
         from fp8attn.analysis import evaluation
-        from fp8attn.analysis.comparison import DEFAULT_RECIPES, resolve_recipes
+        from fp8attn.analysis.errors import DEFAULT_RECIPES, resolve_recipes
 
         recipes = resolve_recipes(recipe or DEFAULT_RECIPES)
         capture = _load(file, layout, layers)
@@ -179,6 +181,154 @@ def run(
             sys.stdout.write(evaluation.to_json(result))
         else:
             _print_result(result)
+
+
+@app.command()
+def compare(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE", help="A .safetensors, .npz or .pt file with q, k and v. Default: the packaged sample."
+        ),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recipe",
+            "-r",
+            metavar="NAME",
+            help="A preset's name or a recipe JSON file; may be repeated. Default: bf16, per_tensor, fa3, default.",
+        ),
+    ] = None,
+    causal: Annotated[
+        bool | None,
+        typer.Option("--causal/--no-causal", help="Causal attention. Default: what the file's metadata says, else no."),
+    ] = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYERS", help="Layers, by index or name, separated by commas. Default: all."),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Order of the axes in the file: bhsd or bshd. Default: the file's own.")
+    ] = None,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="The page to write, with figures and tables.")
+    ] = "compare.html",
+) -> None:
+    """Explain the errors of recipes: causes, predictions, changes that would help.
+
+    Prints tables and one sentence of advice a layer, and writes a self-contained HTML page.
+    Needs the extra: pip install 'fp8attn\\[plots]'.
+    """
+    with _plain_errors():
+        target = _output_path("--out", out, [file, *(Path(name) for name in recipe or () if name.endswith(".json"))])
+        from fp8attn.analysis.comparison import compare as compare_layer
+        from fp8attn.analysis.errors import DEFAULT_RECIPES, resolve_recipes
+        from fp8attn.analysis.report import to_html
+        from fp8attn.files import whole_file
+
+        recipes = resolve_recipes(recipe or DEFAULT_RECIPES)
+        capture = _load(file, layout, layers)
+        _warn_of_nonfinite(capture)
+        options = {"is_causal": capture.causal if causal is None else causal, "scale": capture.scale}
+        results = {}
+        for layer in capture.layers:
+            with _progress_bar(layer.name) as progress:
+                results[layer.name] = compare_layer(
+                    layer.q, layer.k, layer.v, recipes, command=_command_line(), progress=progress, **options
+                )
+        sections = [
+            section
+            for number, (name, result) in enumerate(results.items())
+            for section in result.sections(f"l{number}-", name)
+        ]
+        source = "the packaged sample" if file is None else file.name
+        page = to_html(f"fp8attn compare: {source}", sections, origin=next(iter(results.values())).origin)
+        with whole_file(target) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+        for name, result in results.items():
+            typer.echo(_printable(name))
+            for line in str(result).splitlines():
+                typer.echo(_printable(line))
+            typer.echo()
+        typer.echo(_printable(f"wrote {target}"))
+
+
+@app.command()
+def study(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME|FILE.toml", help="A ready-made study, or a file. Default: list them.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for table, figures and report. Default: the study's name."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller grid: under 3 minutes on 2 cores.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds instead of the study's.")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="AXIS=A,B", help="Other values on an axis of the grid; may be repeated."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes. Default: one a core.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Run a study: a grid of cells, one table, figures and a report.
+
+    A run that was interrupted goes on where it stopped when it is started again.
+    Needs the extra: pip install 'fp8attn\\[plots]'.
+    """
+    with _plain_errors():
+        from fp8attn.analysis.study import STUDIES, load_study, seeds_of
+
+        if name is None:
+            for ready in STUDIES:
+                typer.echo(f"{ready:18} {load_study(ready).question}")
+            return
+        wanted = load_study(name)
+        if quick:
+            wanted = wanted.at_quick()
+        if seeds is not None:
+            wanted = wanted.with_grid({"seed": seeds_of(seeds)})
+        wanted = wanted.with_grid(dict(_axis(text) for text in change or ()))
+        from fp8attn.analysis.running import run_study
+
+        folder = Path(wanted.name) if out is None else out
+        with _progress_bar(wanted.name) as progress:
+            result = run_study(
+                wanted, folder, jobs=jobs or _cores(), device=device, progress=progress, command=_command_line()
+            )
+        for claim, holds, low, high in result.claims():
+            seen = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+            typer.echo(_printable(f"{'yes' if holds else 'NO '}  {claim.says} [{seen}]"))
+        typer.echo(_printable(f"{len(result.table)} rows; report: {folder / 'report.html'}"))
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """``axis=a,b`` of ``--set``; what reads as a number or true or false is one."""
+    axis, equals, values = text.partition("=")
+    if not equals or not axis.strip() or not values.strip():
+        raise ValueError(f"--set must be an axis and its values, as in length=512,1024, got {text!r}")
+    return axis.strip(), [_value(part.strip()) for part in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _cores() -> int:
+    """Of this process, which may have fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _command_line() -> str:
+    import shlex
+
+    return shlex.join(["fp8attn", *sys.argv[1:]])
 
 
 @app.command()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import fp8attn
 from fp8attn import Recipe, cli
-from fp8attn.analysis import compare, comparison, load_sample
+from fp8attn.analysis import errors, load_sample, recipe_errors
 from fp8attn.analysis.metrics import METRICS
 from fp8attn.cli import app
 
@@ -82,7 +82,7 @@ def test_table(small: Path) -> None:
     for name in ("layers.3", "layers.7", "mean"):
         assert [name, "bf16"] in [row[:2] for row in cells]
     assert sum(row[:1] == ["default"] for row in cells) == 3
-    errors = compare(*_qkv(small), "fa3", is_causal=True)["fa3"]
+    errors = recipe_errors(*_qkv(small), "fa3", is_causal=True)["fa3"]
     row = next(row for row in cells if row[:1] == ["fa3"])
     assert row[1] == f"{errors['relative_error']:.4f}" and row[2] == f"{errors['sqnr_db']:.1f}"
     assert "default's relative error is" in " ".join(done.stdout.split())
@@ -103,7 +103,7 @@ def test_options_reach_the_computation(small: Path, tmp_path: Path) -> None:
     result = strict(done.stdout)
     assert result["causal"] is False and [layer["layer"] for layer in result["layers"]] == ["layers.7"]
     layer = fp8attn.analysis.load_qkv(small, layers=[7]).layers[0]
-    assert result["layers"][0]["recipes"] == compare(layer.q, layer.k, layer.v, {"fa3": "fa3", "mine": mine})
+    assert result["layers"][0]["recipes"] == recipe_errors(layer.q, layer.k, layer.v, {"fa3": "fa3", "mine": mine})
     assert Recipe.from_dict(result["recipes"]["mine"]) == mine
 
 
@@ -122,7 +122,7 @@ def test_layout(tmp_path: Path) -> None:
     save_file(tensors, path)
     assert "layout" in invoke("run", path).stderr
     result = strict(invoke("run", path, "--layout", "bshd", "-r", "fa3", "--json", "-").stdout)
-    assert result["layers"][0]["recipes"] == compare(*(tensors[name].transpose(1, 2) for name in names), "fa3")
+    assert result["layers"][0]["recipes"] == recipe_errors(*(tensors[name].transpose(1, 2) for name in names), "fa3")
     assert result["causal"] is False
 
 
@@ -142,7 +142,7 @@ def test_nothing_is_written_when_the_run_fails(small: Path, tmp_path: Path, monk
     def fail(*_: object, **__: object) -> None:
         raise ValueError("half way")
 
-    monkeypatch.setattr(comparison, "attention", fail)
+    monkeypatch.setattr(errors, "attention", fail)
     done = invoke("run", small, "--json", target)
     assert (done.exit_code, done.stderr) == (2, "fp8attn: error: half way\n")
     assert target.read_text() == "older" and {path.name for path in tmp_path.iterdir()} == {small.name, target.name}
@@ -152,7 +152,7 @@ def test_interrupt(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison, "attention", interrupt)
+    monkeypatch.setattr(errors, "attention", interrupt)
     done = invoke("run", small)
     assert (done.exit_code, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
@@ -160,7 +160,7 @@ def test_interrupt(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupt_of_a_real_process(small: Path) -> None:
     program = (
-        "import os, signal, sys, time, fp8attn.analysis.comparison as c\n"
+        "import os, signal, sys, time, fp8attn.analysis.errors as c\n"
         # Another thread may receive the signal; wait until this one is told.
         "c.attention = lambda *a, **k: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60))\n"
         "from fp8attn.cli import app\n"
@@ -209,7 +209,7 @@ def test_bad_input_is_one_line(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("work was begun before the options were checked")
 
-    monkeypatch.setattr(comparison, "attention", fail)
+    monkeypatch.setattr(errors, "attention", fail)
     (tmp_path / "text.pt").write_text("these are not tensors")
     (tmp_path / "bad.json").write_text('{"nonsense": 1}')
     (tmp_path / "deep.json").write_text("[" * 100_000)

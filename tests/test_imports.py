@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cache": NUMERICS | KERNELS | {"ops", "files"},
     "distributed": NUMERICS | KERNELS | {"ops"},
     "analysis": NUMERICS | {"ops", "files"} | FACE,
-    "analysis.bench": NUMERICS | KERNELS | {"ops", "files"} | FACE,  # which also times single kernels
+    "analysis.bench": NUMERICS | KERNELS | {"ops", "files", "analysis"} | FACE,  # which also times single kernels
     "integrations": NUMERICS | {"ops", "cache"} | FACE,
     "testing": NUMERICS | {"ops", "analysis", "_hypothesis"} | FACE,
     "_hypothesis": {"testing"} | FACE,
@@ -51,6 +51,8 @@ OPTIONAL = {
     "matplotlib",
     "pandas",
     "pyarrow",
+    "jinja2",
+    "tomli",
     "transformers",
     "diffusers",
     "gguf",

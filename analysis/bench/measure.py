@@ -1,24 +1,20 @@
-"""What the GPU benchmarks share: fair timing, where results come from, and the files they go into."""
+"""What the GPU benchmarks share: fair timing, and the files that results go into."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fp8attn
 from fp8attn.files import whole_file
 
-__all__ = ["medians", "provenance", "write"]
+__all__ = ["command_line", "medians", "write"]
 
 Function = Callable[[], object]
 
@@ -76,30 +72,9 @@ def _elapsed(function: Function, times: int) -> float:
     return start.elapsed_time(end) / times
 
 
-def provenance(module: str, **more: Any) -> dict[str, Any]:
-    """With what a result was made; the commit from ``GIT_COMMIT`` where the sources are not a repository."""
-    import triton
-
-    def output(*command: str) -> str | None:
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-            ).stdout.split("\n")[0]
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "fp8attn": fp8attn.__version__,
-        "commit": os.environ.get("GIT_COMMIT") or output("git", "rev-parse", "HEAD"),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": " ".join([f"python -m {module}", *(Path(argument).name for argument in sys.argv[1:])]),
-        **more,
-    }
+def command_line(module: str) -> str:
+    """This run's, without folders."""
+    return " ".join([f"python -m {module}", *(Path(argument).name for argument in sys.argv[1:])])
 
 
 def write(path: str, title: str, origin: Mapping[str, Any], rows: list[dict[str, Any]], columns: list[str]) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8attn
-from fp8attn.analysis.bench.measure import medians, provenance, write
+from fp8attn.analysis.bench.measure import command_line, medians, write
+from fp8attn.analysis.provenance import provenance
 
 #: (batch, heads, tokens, head dim)
 SHAPES = ((1, 16, 16384, 128), (4, 16, 4096, 128), (1, 32, 16384, 64), (1, 8, 16384, 256))
@@ -87,7 +88,7 @@ def main() -> None:
                 print("  ".join(f"{row[column]!s:>14}" for column in COLUMNS), flush=True)
     if options.out:
         origin = provenance(
-            "fp8attn.analysis.bench.prefill",
+            command_line("fp8attn.analysis.bench.prefill"),
             competitors={"cudnn-bf16": torch.backends.cudnn.version(), "fa2-bf16": torch.__version__},
         )
         write(options.out, "Attention on one GPU", origin, rows, COLUMNS)

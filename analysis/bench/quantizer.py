@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fp8attn.analysis.bench.measure import medians, provenance, write
+from fp8attn.analysis.bench.measure import command_line, medians, write
+from fp8attn.analysis.provenance import provenance
 from fp8attn.recipe import Recipe
 from fp8attn.transforms import make_transform
 
@@ -150,7 +151,13 @@ def main() -> None:
             f"{made['gbps']:7.1f} GB/s {share} {made.get('config', '')}"
         )
     if options.out:
-        write(options.out, "The quantizer on one GPU", provenance("fp8attn.analysis.bench.quantizer"), rows, COLUMNS)
+        write(
+            options.out,
+            "The quantizer on one GPU",
+            provenance(command_line("fp8attn.analysis.bench.quantizer")),
+            rows,
+            COLUMNS,
+        )
 
 
 if __name__ == "__main__":

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fp8attn
+from fp8attn.analysis.provenance import provenance
 from fp8attn.files import whole_file
 
 SHAPE = (1, 8, 4096, 128)
@@ -116,26 +115,10 @@ def main() -> None:
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     print(f"peak memory beyond the inputs, one head, {LONG} tokens: {peak / 2**20:.0f} MiB")
     if options.out:
-        provenance = {
-            "cpu": cpu_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "fp8attn": fp8attn.__version__,
-            "python": platform.python_version(),
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "command": "python -m fp8attn.analysis.bench.reference",
-        }
-        result = {"schema": 1, "provenance": provenance, "rows": rows, "peak_bytes_one_head_32768_tokens": peak}
+        origin = provenance("python -m fp8attn.analysis.bench.reference", "cpu", threads=torch.get_num_threads())
+        result = {"schema": 1, "provenance": origin, "rows": rows, "peak_bytes_one_head_32768_tokens": peak}
         with whole_file(options.out) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp8attn
 from fp8attn import Recipe, analysis
-from fp8attn.analysis import compare, evaluate, evaluation, exact_attention, measure, resolve_recipes
+from fp8attn.analysis import evaluate, evaluation, exact_attention, measure, recipe_errors, resolve_recipes
 from fp8attn.analysis.inputs import CaptureFile, load_sample
 from fp8attn.analysis.metrics import METRICS
 
@@ -34,7 +34,7 @@ def sample() -> CaptureFile:
 def test_figures_are_those_of_the_public_functions() -> None:
     q, k, v = qkv()
     options = {"is_causal": True, "softcap": 5.0, "sinks": torch.ones(4), "window": (40, -1), "scale": 0.2}
-    figures = compare(q, k, v, ["default"], **options)["default"]
+    figures = recipe_errors(q, k, v, ["default"], **options)["default"]
     out, lse = fp8attn.attention(q, k, v, enable_gqa=True, recipe="default", return_lse=True, **options)
     exact_out, exact_lse = exact_attention(q, k, v, **options)
     assert figures == measure(out, exact_out, lse, exact_lse)
@@ -42,7 +42,7 @@ def test_figures_are_those_of_the_public_functions() -> None:
 
 def test_output_rounding_is_not_measured() -> None:
     q, k, v = qkv(dtype=torch.float16)
-    assert compare(q, k, v, "default", is_causal=True) == compare(
+    assert recipe_errors(q, k, v, "default", is_causal=True) == recipe_errors(
         q.float(), k.float(), v.float(), "default", is_causal=True
     )
 
@@ -50,7 +50,7 @@ def test_output_rounding_is_not_measured() -> None:
 def test_a_given_exact_result_is_used() -> None:
     q, k, v = qkv()
     out, lse = exact_attention(q, k, v)
-    figures = compare(q, k, v, "bf16", exact=(2 * out, lse + 1))["bf16"]
+    figures = recipe_errors(q, k, v, "bf16", exact=(2 * out, lse + 1))["bf16"]
     # The output is half of what is claimed to be exact: |x - 2x| / |2x| = 0.5, off by bf16's own error (2^-8 at most).
     assert figures["relative_error"] == pytest.approx(0.5, abs=2**-8)
     # Likewise the lse, whose own error is that of logits of a few units in bf16: a few times 2^-8.
@@ -87,8 +87,8 @@ def test_constant_offset_of_keys(sample: CaptureFile) -> None:
     for layer in sample.layers:
         shifted = layer.k.float().clone()
         shifted[..., 5:60:13] += 100.0
-        before = compare(layer.q, layer.k, layer.v, "default", is_causal=True)["default"]["relative_error"]
-        after = compare(layer.q, shifted, layer.v, ["default", "per_tensor"], is_causal=True)
+        before = recipe_errors(layer.q, layer.k, layer.v, "default", is_causal=True)["default"]["relative_error"]
+        after = recipe_errors(layer.q, shifted, layer.v, ["default", "per_tensor"], is_causal=True)
         assert after["default"]["relative_error"] <= 1.5 * before
         assert after["per_tensor"]["relative_error"] > 3 * before, "an offset that hurts nobody proves nothing"
 
@@ -98,7 +98,7 @@ def test_evaluate(sample: CaptureFile) -> None:
     result = evaluate(sample, ["fa3"], is_causal=True, source="here", progress=lambda *step: seen.append(step))
     assert [layer["layer"] for layer in result["layers"]] == [layer.name for layer in sample.layers]
     for layer, entry in zip(sample.layers, result["layers"], strict=True):
-        assert entry["recipes"] == compare(layer.q, layer.k, layer.v, "fa3", is_causal=True)
+        assert entry["recipes"] == recipe_errors(layer.q, layer.k, layer.v, "fa3", is_causal=True)
         assert list(entry["shape"].values()) == [1, 9, 3, 512, 512, 64, 64]
     for metric in METRICS:
         values = [entry["recipes"]["fa3"][metric] for entry in result["layers"]]
@@ -117,7 +117,7 @@ def test_evaluate_obeys_the_metadata(sample: CaptureFile) -> None:
     layer = sample.layers[0]
     capture = CaptureFile(Path("folder/x.npz"), [layer], {"causal": "true", "scale": "0.5"})
     result = evaluate(capture, "fa3")
-    expected = compare(layer.q, layer.k, layer.v, "fa3", is_causal=True, scale=0.5)
+    expected = recipe_errors(layer.q, layer.k, layer.v, "fa3", is_causal=True, scale=0.5)
     assert result["layers"][0]["recipes"] == expected and result["source"]["file"] == "x.npz"
     assert evaluate(capture, "fa3", is_causal=False)["causal"] is False
 
