@@ -13,7 +13,8 @@ measure          what is measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ def measure_causality(cell: Cell, recipe: Recipe, device: torch.device) -> list[
 
 def measure_capture(cell: Cell, recipe: Recipe, device: torch.device) -> list[Row]:
     name, number = cell["capture"], int(cell["layer"])
-    q, k, v, causal, scale, layer, out, lse = _layer(name, number, str(device))
+    q, k, v, causal, scale, layer, out, lse = _layer(name, _written(name), number, str(device))
     options: dict[str, Any] = {"is_causal": causal, "scale": scale}
     actual, actual_lse = attention(q, k, v, recipe=recipe, return_lse=True, enable_gqa=True, **options)
     qkv = quantize(q, k, v, recipe=recipe, **options)
@@ -192,14 +193,18 @@ def _problem(
     return q, k, v, *exact_attention(q, k, v, is_causal=causal)
 
 
-@lru_cache(maxsize=2)
-def _capture(name: str, layers: tuple[int, ...] | None) -> CaptureFile:
+def _capture(name: str, layers: Sequence[int] | None) -> CaptureFile:
     return load_sample(layers=layers) if name == "sample" else load_qkv(name, layers=layers)
 
 
+def _written(name: str) -> int:
+    """When a file was: what was read of it before is not what is in it now."""
+    return 0 if name == "sample" else os.stat(name).st_mtime_ns
+
+
 @lru_cache(maxsize=1)
-def _layer(name: str, number: int, device: str) -> tuple[Any, ...]:
-    capture = _capture(name, (number,))
+def _layer(name: str, written: int, number: int, device: str) -> tuple[Any, ...]:
+    capture = _capture(name, [number])
     (layer,) = capture.layers
     q, k, v = (x.to(device, torch.float32) for x in (layer.q, layer.k, layer.v))
     options: dict[str, Any] = {"is_causal": capture.causal, "scale": capture.scale}

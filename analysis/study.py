@@ -144,6 +144,8 @@ class Study:
                 raise ValueError(f"measure {self.measure!r} has no axis {axis!r}; accepted: {', '.join(defaults)}")
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise ValueError(f"axis {axis!r} must be a list of values, got {values!r}")
+            for value in values:
+                _check(axis, value, defaults[axis])
             if len({repr(value) for value in values}) != len(values):
                 raise ValueError(f"axis {axis!r} lists a value twice: {list(values)!r}")
         if missing := [axis for axis, value in defaults.items() if value is ... and axis not in self.grid]:
@@ -233,6 +235,8 @@ def _parse(name: str, text: str) -> Study:
     grid, quick, own = (_table(values, key) for key in ("grid", "quick", "recipes"))
     for part, seeds in ((grid, values.pop("seeds", None)), (quick, quick.pop("seeds", None))):
         if seeds is not None:
+            if "seed" in part:
+                raise ValueError("seeds and an axis seed say the same: give one of them")
             part["seed"] = seeds_of(seeds)
     recipes = dict(PRESETS)
     for key, fields_ in own.items():
@@ -256,6 +260,23 @@ def seeds_of(number: Any) -> list[int]:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"seeds must be a positive number of seeds, got {number!r}")
     return list(range(number))
+
+
+def _check(axis: str, value: Any, default: Any) -> None:
+    """A value must be of its axis' kind, which the default tells."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        wanted, right = "true or false", isinstance(value, bool)
+    elif axis == "seed":
+        wanted, right = "integers of 0 or more", number and isinstance(value, int) and value >= 0
+    elif isinstance(default, int):
+        wanted, right = "positive integers", number and isinstance(value, int) and value >= 1
+    elif isinstance(default, float):
+        wanted, right = "numbers", number
+    else:
+        wanted, right = "texts", isinstance(value, str) or value is None
+    if not right:
+        raise ValueError(f"axis {axis!r} must be {wanted}, got {value!r}")
 
 
 def _table(values: dict[str, Any], key: str) -> dict[str, Any]:

@@ -99,16 +99,11 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """FP8 attention: run it on real queries, keys and values, and see what it cost in accuracy.
+    """FP8 attention: run it on q, k and v, see what it costs in accuracy, and why.
 
-    [bold]Examples[/bold]
-
-      fp8attn run                                [dim]# the sample that comes with the package[/dim]
-      fp8attn run qkv.safetensors --causal       [dim]# your own q, k and v[/dim]
-      fp8attn run -r default -r mine.json        [dim]# chosen recipes; a JSON file holds your own[/dim]
-      fp8attn capture text.txt --out qkv.safetensors
-      fp8attn study                              [dim]# lists the ready-made studies[/dim]
-      fp8attn study transforms --quick
+    fp8attn run                              [dim]# the packaged sample[/dim]
+    fp8attn run qkv.safetensors --causal     [dim]# your own q, k and v[/dim]
+    fp8attn study transforms --quick         [dim]# no name: list them[/dim]
     """
 
 
@@ -215,7 +210,7 @@ def compare(
         str, typer.Option(metavar="FILE", help="The page to write, with figures and tables.")
     ] = "compare.html",
 ) -> None:
-    """Explain the errors of recipes: causes, predictions, changes that would help.
+    """Explain errors on one input: causes, predictions, what would help.
 
     Prints tables and one sentence of advice a layer, and writes a self-contained HTML page.
     Needs the extra: pip install 'fp8attn\\[plots]'.
