@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +166,10 @@ def draw(summary: DataFrame, plot: Plot) -> Figure:
         for number, axes in enumerate(grid.flat):
             if number >= max(1, len(panels)):
                 axes.set_visible(False)
+        if not (summary["y"] > 0).any():  # nothing to put on a logarithmic axis
+            plot = (
+                replace(plot, x_scale="linear", y_scale="linear") if plot.diagonal else replace(plot, y_scale="linear")
+            )
         order = {value: place for place, value in enumerate(dict.fromkeys(summary["x"]))}
         for number, panel in enumerate(panels):
             axes = grid.flat[number]

@@ -108,6 +108,9 @@ def predict(
         raise ValueError(f"max_rows must be at least 1, got {max_rows}")
     recipe = Recipe.resolve(recipe)
     batch, num_q_heads, seqlen_q, head_dim = q.shape
+    if not q.numel() or not k.numel():  # no logits, no errors
+        nothing = torch.zeros(batch, num_q_heads, dtype=torch.float64, device=q.device)
+        return Prediction(nothing, 0.0, 0.0, nothing)
     group = num_q_heads // max(1, k.shape[1])
     scale = options.pop("scale", None)
     scale = head_dim**-0.5 if scale is None else float(scale)
