@@ -69,7 +69,10 @@ def run_study(
     """
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    if torch.device(device).type == "cuda":
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    if kind == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device!r}, but this machine has no CUDA GPU; accepted: cpu")
         jobs = 1

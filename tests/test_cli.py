@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -366,3 +367,88 @@ def test_option_help_and_version() -> None:
     assert "fp8attn[gguf]" in invoke("capture", "--help").stdout
     assert invoke("--version").stdout == f"fp8attn {fp8attn.__version__}\n"
     assert invoke("run", "--nonsense").exit_code == 2
+
+
+STUDY = """
+question = "Which is better?"
+measure = "attention"
+[grid]
+length = [64]
+recipe = ["fa3", "default"]
+seed = [0, 1]
+[[claims]]
+says = "The error is small."
+figure = "relative_error"
+at_most = 0.2
+[[claims]]
+says = "The error is nothing."
+figure = "relative_error"
+at_most = 0.0
+"""
+
+
+def test_study_lists_what_there_is() -> None:
+    done = invoke("study")
+    assert done.exit_code == 0
+    for name in fp8attn.analysis.STUDIES:
+        assert f"{name} " in done.stdout
+
+
+def test_study_runs_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(STUDY)
+    done = invoke("study", "mine.toml", "--jobs", "1", "--set", "head_dim=32,64", "--seeds", "3")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"yes  The error is small\. \[0\.0\d+ to 0\.0\d+\]", lines[0])
+    assert lines[1].startswith("NO   The error is nothing.")
+    assert lines[2] == f"12 rows; report: {Path('mine') / 'report.html'}"
+    table = (tmp_path / "mine" / "table.csv").read_text().splitlines()
+    assert len(table) == 13 and table[0].startswith("length,recipe,seed,head_dim,kind,")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "unknown study 'nope'; accepted: accumulation"),
+        (["absent.toml"], "absent.toml"),
+        (
+            ["transforms", "--set", "length"],
+            "must be an axis and its values, as in length=512,1024, got 'length'",
+        ),
+        (["transforms", "--set", "lenght=3"], "has no axis 'lenght'"),
+        (["transforms", "--set", "length=a"], "axis 'length' must be positive integers, got 'a'"),
+        (["transforms", "--set", "causal=yes"], "axis 'causal' must be true or false, got 'yes'"),
+        (["transforms", "--device", "abacus"], "abacus"),
+        (["real-model", "--set", "capture=absent.safetensors"], "absent.safetensors"),
+    ],
+)
+def test_study_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = invoke("study", *arguments, "--jobs", "1")
+    assert done.exit_code == 2 and message in done.stderr, done.output
+    assert done.stderr.count("\n") == 1
+
+
+def test_compare_prints_and_writes_a_page(small: Path, tmp_path: Path) -> None:
+    done = invoke("compare", small, "-r", "fa3", "-r", "default", "--causal", "--out", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for layer in fp8attn.analysis.load_qkv(small).layers:
+        report = fp8attn.analysis.compare(layer.q, layer.k, layer.v, ["fa3", "default"], is_causal=True)
+        assert f"{layer.name}\n{report}\n" in done.stdout
+        assert report.advice in page and f"{layer.name}: errors of attention" in page
+    assert done.stdout.endswith(f"wrote {tmp_path / 'page.html'}\n")
+
+
+def test_compare_says_what_is_wrong(small: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        ([small, "--out", tmp_path / "absent" / "page.html"], "does not exist"),
+        ([small, "--out", small], "it is the input"),
+        ([tmp_path / "absent.npz", "--out", tmp_path / "page.html"], "absent.npz"),
+    ):
+        done = invoke("compare", *arguments)
+        assert done.exit_code == 2 and message in done.stderr
+    assert not (tmp_path / "page.html").exists()
