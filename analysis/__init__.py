@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from .outliers import AttentionShape, OutlierSpec, make_qkv
     from .plots import Plot, draw, summarize
     from .predictor import Prediction, incoherence_bound, predict, rank
+    from .probe import AccumulatorProbe, probe_accumulator
     from .running import run_study
     from .study import STUDIES, Claim, Study, StudyResult, load_study
 
 _NAMES = {
+    "AccumulatorProbe": "probe",
     "AttentionShape": "outliers",
     "CaptureFile": "inputs",
     "CauseSplit": "causes",
@@ -80,6 +82,7 @@ _NAMES = {
     "max_relative_error": "metrics",
     "measure": "metrics",
     "predict": "predictor",
+    "probe_accumulator": "probe",
     "rank": "predictor",
     "recipe_errors": "errors",
     "relative_error": "metrics",
@@ -99,6 +102,7 @@ _NAMES = {
 
 __all__ = [
     "STUDIES",
+    "AccumulatorProbe",
     "AttentionShape",
     "CaptureFile",
     "CauseSplit",
@@ -136,6 +140,7 @@ __all__ = [
     "max_relative_error",
     "measure",
     "predict",
+    "probe_accumulator",
     "rank",
     "recipe_errors",
     "relative_error",

@@ -225,7 +225,10 @@ def compare(
         recipes = resolve_recipes(recipe or DEFAULT_RECIPES)
         capture = _load(file, layout, layers)
         _warn_of_nonfinite(capture)
-        options = {"is_causal": capture.causal if causal is None else causal, "scale": capture.scale}
+        options: dict[str, Any] = {
+            "is_causal": capture.causal if causal is None else causal,
+            "scale": capture.scale,
+        }
         results = {}
         for layer in capture.layers:
             with _progress_bar(layer.name) as progress:
@@ -296,6 +299,40 @@ def study(
             seen = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
             typer.echo(_printable(f"{'yes' if holds else 'NO '}  {claim.says} [{seen}]"))
         typer.echo(_printable(f"{len(result.table)} rows; report: {folder / 'report.html'}"))
+
+
+@app.command()
+def probe(
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write JSON here.")] = None,
+) -> None:
+    """Measure how many bits this GPU's FP8 tensor core keeps.
+
+    Its accumulator is looked at through products of powers of two, by each instruction that multiplies FP8.
+    The recipe that models it is printed: the reference backend runs it, for studies.
+    """
+    with _plain_errors():
+        target = None if json_to is None else _output_path("--json", json_to, [])
+        import json
+        from dataclasses import asdict
+
+        from fp8attn.analysis.bench.probe import probe_gpu
+        from fp8attn.analysis.provenance import provenance
+        from fp8attn.files import whole_file
+
+        found = probe_gpu()
+        origin = provenance(_command_line())
+        typer.echo(f"{origin['gpu']}, torch {origin['torch']}, triton {origin['triton']}")
+        for name, seen in found.items():
+            how = "each product by itself" if seen.separately else "after adding"
+            typer.echo(
+                f"{name}: keeps {seen.accumulator_bits} fraction bits of its accumulator and {seen.product_bits} of "
+                f"products, rounds {seen.rounds}, {how}, {seen.step or 'all'} products a step: "
+                f'Recipe(accumulation="{seen.accumulation}")'
+            )
+        if target is not None:
+            result = {"provenance": origin, "instructions": {name: asdict(seen) for name, seen in found.items()}}
+            with whole_file(target) as temporary:
+                temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "v_format": ("e4m3", "e5m2", "fp16", "bf16"),
     "p_format": ("e4m3", "e5m2", "fp16", "bf16"),
     "scale_mode": ("fp32", "pow2"),
-    "accumulation": ("fp32", "tensor_core", "tensor_core_two_level"),
 }
 # What Q may be beside K, and P beside V. A tensor core multiplies operands of one width; FP8 codes of K and V widen to
 # 16 bits without loss, the other way is a loss.
@@ -43,6 +43,9 @@ _BESIDE = {
     "fp16": ("fp16",),
     "bf16": ("bf16",),
 }
+
+
+_FRACTION_BITS = 13  # an H200's
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Recipe:
         accumulation: ``"fp32"`` (two-level: every tile is summed in FP32). For studies, two models of a tensor core
             that keeps 13 fraction bits of FP8 products (of others it keeps all): ``"tensor_core"`` keeps one
             accumulator in it for all keys, ``"tensor_core_two_level"`` sums each tile in it from zero and adds the
-            tiles in FP32.
+            tiles in FP32. ``"tensor_core:14"`` keeps 14 bits, or what ``fp8attn probe`` says of a GPU.
 
     Raises:
         ValueError: an unknown value or an impossible combination, with what is accepted.
@@ -105,6 +108,9 @@ class Recipe:
                     f"{name}='channel' is impossible: a scale per channel cannot be taken out of the dot product q.k; "
                     "accepted: token, block, block:<tokens>, head, tensor (balance='rms' evens channels out)"
                 )
+        accumulation, bits = _accumulation(self.accumulation)
+        if accumulation != "fp32":
+            object.__setattr__(self, "accumulation", accumulation + (f":{bits}" if bits != _FRACTION_BITS else ""))
         for left, right in (("q_format", "k_format"), ("p_format", "v_format")):
             accepted = _BESIDE[getattr(self, right)]
             if getattr(self, left) not in accepted:
@@ -112,7 +118,7 @@ class Recipe:
                     f"{left}={getattr(self, left)!r} is impossible with {right}={getattr(self, right)!r}; "
                     f"accepted: {_listed(accepted)}"
                 )
-        if self.accumulation == "tensor_core" and self.v_scale.startswith(("token", "block")):
+        if accumulation == "tensor_core" and self.v_scale.startswith(("token", "block")):
             raise ValueError(
                 f"accumulation='tensor_core' is impossible with v_scale={self.v_scale!r}: one accumulator for all keys "
                 "has no place for a scale per key; accepted: channel, head, tensor"
@@ -122,6 +128,15 @@ class Recipe:
     def quantizes(self) -> bool:
         """Whether anything is narrower than 16 bits."""
         return any(get_format(f).dtype.itemsize == 1 for f in (self.q_format, self.k_format, self.v_format))
+
+    @property
+    def accumulator(self) -> tuple[str, int]:
+        """The way to accumulate, without its fraction bits, and these: of FP32, or of a tensor core.
+
+        >>> Recipe(accumulation="tensor_core:14").accumulator, Recipe().accumulator
+        (('tensor_core', 14), ('fp32', 23))
+        """
+        return _accumulation(self.accumulation)
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed."""
@@ -180,6 +195,20 @@ class Recipe:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # UnicodeDecodeError is one
             raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _accumulation(text: Any) -> tuple[str, int]:
+    if text == "fp32":
+        return text, 23
+    match = re.fullmatch(r"(tensor_core|tensor_core_two_level)(?::(\d{1,2}))?", text) if isinstance(text, str) else None
+    bits = int(match[2] or _FRACTION_BITS) if match else 0
+    if match is None or not 1 <= bits <= 23:
+        accepted = _listed(("fp32", "tensor_core", "tensor_core_two_level"))
+        raise ValueError(
+            f"accumulation must be one of {accepted}, the last two also with fraction bits from 1 to 23 as in "
+            f"'tensor_core:14', got {text!r}"
+        )
+    return match[1], bits
 
 
 def _listed(values: tuple[Any, ...]) -> str:

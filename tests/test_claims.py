@@ -98,6 +98,12 @@ def test_the_tensor_core_model_gives_what_an_h200_gives() -> None:
     assert abs(bias("tensor_core_two_level", 4096, 16, 1.0)) < 3e-3
 
 
+@pytest.mark.parametrize(("bits", "expected"), [(14, -0.0219), (15, -0.0093)])
+def test_another_tensor_core_would_lose_less(bits: int, expected: float) -> None:
+    """Half with every bit more, which is how an H200's 13 are told from the 14 that are said of it."""
+    assert bias(f"tensor_core:{bits}", 4096, 16, 1.0) == pytest.approx(expected, abs=0.003)
+
+
 def test_the_tensor_core_model_drops_what_lies_below_13_bits_of_the_largest() -> None:
     one = torch.ones(1, 1)
     for exponent, expected in ((13, 1 + 2**-13), (14, 1.0)):

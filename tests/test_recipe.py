@@ -60,6 +60,10 @@ def test_presets_are_what_they_say() -> None:
         ({"v_format": "bf16"}, r"p_format='e4m3' is impossible with v_format='bf16'; accepted: 'bf16'"),
         ({"scale_mode": "ue8m0"}, r"scale_mode must be one of 'fp32', 'pow2', got 'ue8m0'"),
         ({"accumulation": "fp16"}, r"accumulation must be one of 'fp32', 'tensor_core', 'tensor_core_two_level'"),
+        ({"accumulation": "tensor_core:0"}, r"with fraction bits from 1 to 23 as in 'tensor_core:14', got"),
+        ({"accumulation": "tensor_core:24"}, r"with fraction bits from 1 to 23"),
+        ({"accumulation": "fp32:13"}, r"accumulation must be one of 'fp32'"),
+        ({"accumulation": 13}, r"accumulation must be one of 'fp32'"),
         ({"accumulation": "tensor_core", "v_scale": "token"}, r"one accumulator for all keys has no place for a scale"),
         ({"rotation": "haar"}, r"unknown recipe fields \['rotation'\]; accepted: rotate, seed, balance"),
     ],
@@ -70,6 +74,13 @@ def test_refusals_name_what_is_accepted(change: dict[str, object], message: str)
         Recipe.from_json(json.dumps(change))
     with pytest.raises(ValueError, match=message):
         Recipe().replace(**change)
+
+
+def test_a_tensor_cores_fraction_bits() -> None:
+    assert Recipe(accumulation="tensor_core:13") == Recipe(accumulation="tensor_core"), "13 are what is meant"
+    wider = Recipe(accumulation="tensor_core_two_level:14")
+    assert wider.accumulator == ("tensor_core_two_level", 14) and Recipe.from_json(wider.to_json()) == wider
+    assert Recipe().accumulator == ("fp32", 23)
 
 
 def test_what_is_no_recipe_is_refused(tmp_path: Path) -> None:

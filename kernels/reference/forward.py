@@ -159,7 +159,7 @@ def _attend_rows(
     """The state of some query rows of one batch entry over ``keys``: m, l (Hq, M, 1) and acc (Hq, M, Dv)."""
     qkv, group = problem.qkv, problem.group
     k, k_scale, v, v_scale = decoded
-    p_format, accumulation = get_format(qkv.recipe.p_format), qkv.recipe.accumulation
+    p_format, (accumulation, bits) = get_format(qkv.recipe.p_format), qkv.recipe.accumulator
     # The models are of FP8 products: a tensor core sums INT8 exactly, and 16 bits to FP32's precision.
     qk_modelled, pv_modelled = (
         accumulation != "fp32" and all(x.dtype in _FP8 for x in formats)
@@ -182,7 +182,7 @@ def _attend_rows(
     acc = q.new_zeros(*per_kv_head[:2], v.shape[-1])
     for tile in _tiles(keys.start, keys.stop, tile_k):
         kt, vt = k[:, tile], v[:, tile]
-        s = tensor_core_matmul(q, kt.mT) if qk_modelled else torch.bmm(q, kt.mT)
+        s = tensor_core_matmul(q, kt.mT, fraction_bits=bits) if qk_modelled else torch.bmm(q, kt.mT)
         # The factors first: bounded, they make no NaN of a logit of 0.
         s.mul_((row_scale * k_scale[:, tile].mT).clamp_(max=_LARGEST_FACTOR))
         if problem.softcap is not None:
@@ -206,9 +206,9 @@ def _attend_rows(
             p, row_sum, tile_scale = _round_scaled_weights(p, v_scale[:, tile].mT, p_format)
         l = l * alpha + row_sum  # noqa: E741
         if pv_modelled and accumulation == "tensor_core":
-            acc = tensor_core_matmul(p, vt, acc * alpha)
+            acc = tensor_core_matmul(p, vt, acc * alpha, fraction_bits=bits)
         else:
-            pv = tensor_core_matmul(p, vt) if pv_modelled else torch.bmm(p, vt)
+            pv = tensor_core_matmul(p, vt, fraction_bits=bits) if pv_modelled else torch.bmm(p, vt)
             acc = acc.mul_(alpha).add_(pv if tile_scale is None else pv * tile_scale)
     heads = (num_kv_heads * group, num_rows, -1)
     return State(m.reshape(heads), l.reshape(heads), acc.reshape(heads))

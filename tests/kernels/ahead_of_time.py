@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from fp8attn.formats import get_format
 from fp8attn.kernels.portable.forward import attend
 from fp8attn.kernels.portable.packed import PackedProblem
+from fp8attn.kernels.portable.product import tensor_core_product
 from fp8attn.kernels.portable.quantize import quantize_qkv
 from fp8attn.kernels.portable.statistics import fit_smoothing
 from fp8attn.kernels.portable.support import v_layout
@@ -42,7 +43,9 @@ BATCH, NUM_Q_HEADS, NUM_KV_HEADS = 2, 32, 8
 
 
 class Kernel(TypedDict):
-    """What a kernel takes: bytes of local memory (spilled registers) a thread, of shared memory a block."""
+    """What a kernel takes: bytes of local memory (spilled registers) a thread, of shared memory a block, and how it
+    multiplies FP8.
+    """
 
     name: str
     triton: str
@@ -52,6 +55,7 @@ class Kernel(TypedDict):
     local_memory: int
     shared_memory: int
     shared_memory_limit: int
+    fp8_products: list[str]
 
 
 # ---- What is compiled ------------------------------------------------------------------------------------------------
@@ -134,8 +138,14 @@ def _batch(head_dim: int, seqlen: int) -> list[torch.Tensor]:
     return [torch.empty(BATCH, n, seqlen, head_dim, dtype=torch.bfloat16) for n in heads]
 
 
+def product(arch: int, instruction: str, depth: int = 128) -> None:
+    """One product that stays in the tensor core."""
+    a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((16, depth), (depth, 8)))
+    tensor_core_product(a, b, torch.empty(16, 8), instruction)
+
+
 #: To have more kernels compiled: a function that calls what launches them, on CPU tensors.
-CALLS = {"forward": forward, "statistics": statistics, "quantize": quantize, "packed": packed}
+CALLS = {"forward": forward, "statistics": statistics, "quantize": quantize, "packed": packed, "product": product}
 
 
 # ---- How -------------------------------------------------------------------------------------------------------------
@@ -194,6 +204,7 @@ def _resources(kernel: Any, arch: int) -> Kernel:
         "local_memory": int(stack) + int(local),
         "shared_memory": kernel.metadata.shared,
         "shared_memory_limit": SHARED_MEMORY[arch],
+        "fp8_products": sorted(set(re.findall(r"w?g?mma[\w.:]*\.e[45]m[23]\b[\w.]*", kernel.asm["ptx"]))),
     }
 
 

@@ -76,8 +76,14 @@ def quantization_cases() -> list[dict[str, Any]]:
 
 #: The quantizer's kernel for packed queries keeps both ways of computing a tile and their logit shift in registers.
 PACKED = {"call": "packed", "arch": 90, "recipe": "default", "head_dim": 128, "seqlen": EVEN, "is_causal": True}
+#: What the probe looks at must be what it says.
+PRODUCTS = [
+    {"call": "product", "arch": arch, "instruction": instruction}
+    for arch, instruction in ((89, "mma"), (90, "mma"), (90, "wgmma"), (100, "mma"), (120, "mma"))
+]
 CASES = {
-    "-".join(str(value) for value in case.values()): case for case in [*forward_cases(), *quantization_cases(), PACKED]
+    "-".join(str(value) for value in case.values()): case
+    for case in [*forward_cases(), *quantization_cases(), PACKED, *PRODUCTS]
 }
 #: What spills or does not compile yet, by Triton's version. Strict: a case that has been mended must leave the list.
 UNMENDED: dict[str, set[str]] = {
@@ -140,6 +146,8 @@ def launches(case: dict[str, Any]) -> int:
         return case.get("splits", 1)
     if case["call"] == "statistics":
         return 4  # partial ones, merged, weighed, decided
+    if case["call"] == "product":
+        return 1
     if case["call"] == "packed":
         return 4 + 4 + 4 + 1  # tokens in use of q and k, twice; statistics; q, k, v in two passes; attention
     if case["arch"] == 90 and case["head_dim"] <= 128:
@@ -160,6 +168,17 @@ def test_compiles_fits_and_does_not_spill(version, name, request):
         assert kernel["shared_memory"] <= kernel["shared_memory_limit"], kernel
         if case["arch"] in (90, 100):  # elsewhere nothing has been tuned
             assert kernel["local_memory"] == 0, kernel
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: f"{case['arch']}-{case['instruction']}")
+@pytest.mark.parametrize("version", TRITONS)
+def test_a_product_is_the_instruction_that_it_is_called_by(version, case):
+    (kernel,) = compiled(version)["-".join(str(value) for value in case.values())]
+    expected = {
+        "mma": "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+        "wgmma": "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3",
+    }
+    assert kernel["fp8_products"] == [expected[case["instruction"]]]
 
 
 @pytest.mark.parametrize("version", TRITONS)
