@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "integrations": NUMERICS | {"ops", "cache"} | FACE,
     "testing": NUMERICS | {"ops", "analysis", "_hypothesis"} | FACE,
     "_hypothesis": {"testing"} | FACE,
-    "cli": NUMERICS | {"ops", "files", "analysis"} | FACE,
+    "cli": NUMERICS | {"ops", "files", "analysis", "analysis.bench"} | FACE,
     "__main__": {"cli"},
     "fp8attn": NUMERICS | KERNELS | {"ops", "cache", "distributed", "testing", "analysis", "integrations", "cli"},
 }
