@@ -18,7 +18,8 @@ from fp8attn.recipe import Recipe
 from .causes import CAUSES, CauseSplit, ablations, split_by_cause
 from .errors import DEFAULT_RECIPES, Recipes, logit_error, recipe_errors, resolve_recipes
 from .exact import exact_attention, exact_probabilities
-from .plots import Plot, _import, draw_codes, draw_key_maps, summarize, to_svg
+from .extras import require
+from .plots import Plot, draw_codes, draw_key_maps, summarize, to_svg
 from .predictor import Prediction, predict
 from .preparation import fit_smoothing, rotated, smoothed
 from .provenance import provenance
@@ -131,7 +132,7 @@ def compare(
     >>> list(report.errors), report.advice.startswith("Take ")
     (['default', 'per_tensor'], True)
     """
-    _import("pandas")
+    require("pandas")
     chosen = resolve_recipes(recipes)
     options = {**options, "attn_mask": attn_mask}
     quantizing = [name for name, recipe in chosen.items() if recipe.quantizes]
@@ -259,7 +260,7 @@ def _code_shares(qkv: QuantizedQKV) -> dict[str, dict[int | None, float]]:
 
 
 def _errors_table(comparison: Comparison) -> DataFrame:
-    return _import("pandas").DataFrame(
+    return require("pandas").DataFrame(
         {
             "recipe": name,
             "relative error": figures["relative_error"],
@@ -279,7 +280,7 @@ def _shown(comparison: Comparison) -> Any:
 
 
 def _causes_table(comparison: Comparison) -> DataFrame:
-    return _import("pandas").DataFrame(
+    return require("pandas").DataFrame(
         {
             "recipe": name,
             "cause": cause,
@@ -295,7 +296,7 @@ def _causes_table(comparison: Comparison) -> DataFrame:
 def _codes_table(comparison: Comparison) -> DataFrame:
     powers = {p for tensors in comparison.codes.values() for shares in tensors.values() for p in shares}
     order: list[int | None] = [None, *sorted(p for p in powers if p is not None)]
-    return _import("pandas").DataFrame(
+    return require("pandas").DataFrame(
         {
             "tensor": name,
             "recipe": recipe,
@@ -310,7 +311,7 @@ def _codes_table(comparison: Comparison) -> DataFrame:
 
 
 def _plots(comparison: Comparison) -> list[tuple[Plot, DataFrame, Sequence[str], Sequence[str]]]:
-    pandas = _import("pandas")
+    pandas = require("pandas")
     heads = pandas.DataFrame(
         {
             "recipe": name,

@@ -6,7 +6,6 @@ and :func:`draw` draws it, so that a figure and the table beside it cannot diffe
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import re
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8attn.files import whole_file
 
+from .extras import require
 from .metrics import confidence_interval
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def summarize(table: DataFrame, plot: Plot, axes: Sequence[str], over: Sequence[
     >>> summarize(table, Plot("errors", x="m", y="error"), axes=["m", "seed"])[["x", "y", "count"]].values.tolist()
     [[1.0, 2.0, 2.0], [2.0, 5.0, 2.0]]
     """
-    pandas = _import("pandas")
+    pandas = require("pandas")
     wanted = [plot.x, plot.y, *filter(None, (plot.lines, plot.panels, plot.predicted)), *plot.where]
     if missing := [column for column in wanted if column not in table.columns]:
         raise ValueError(f"plot {plot.name!r}: no column {', '.join(missing)}; there are {', '.join(table.columns)}")
@@ -209,7 +209,7 @@ def draw_key_maps(before: Tensor, after: Tensor, *, title: str = "") -> Figure:
         maps = [_coarse(x.abs().double() / x.abs().double().median().clamp(min=1e-300)) for x in (before, after)]
         highest = max(2.0, *(float(x.max()) for x in maps))
         axes = figure.subplots(1, 2, sharey=True)
-        norm = _import("matplotlib.colors").LogNorm(vmin=0.1, vmax=highest, clip=True)
+        norm = require("matplotlib.colors").LogNorm(vmin=0.1, vmax=highest, clip=True)
         for at, values, name in zip(axes, maps, ("as they came", "as they are quantized"), strict=True):
             picture = at.imshow(
                 values.T.numpy(),
@@ -277,11 +277,6 @@ def to_svg(figure: Figure, prefix: str, description: str = "") -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
-def to_data_uri(path: Path) -> str:
-    """A PNG file as a ``data:`` address."""
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
-
-
 # ---- Parts of a figure -----------------------------------------------------------------------------------------------
 
 
@@ -335,7 +330,7 @@ def _draw_panel(axes: Axes, part: DataFrame, plot: Plot, lines: Sequence[Any], o
 
 def _tick_plainly(axis: Any) -> None:
     """Ticks of a logarithmic axis at 1, 2, 5, or at powers of ten alone where there are many, as plain numbers."""
-    ticker = _import("matplotlib.ticker")
+    ticker = require("matplotlib.ticker")
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / low) if low > 0 else 0.0
     axis.set_major_locator(ticker.LogLocator(10, subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)))
@@ -421,18 +416,7 @@ def _coarse(x: Tensor, most: int = 256) -> Tensor:
 @contextmanager
 def _style() -> Iterator[Any]:
     """Our style, and a figure's constructor; neither touches what a caller has set in matplotlib, nor its windows."""
-    matplotlib = _import("matplotlib")
-    figure = _import("matplotlib.figure").Figure
+    matplotlib = require("matplotlib")
+    figure = require("matplotlib.figure").Figure
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
         yield lambda **options: figure(layout="constrained", **options)
-
-
-def _import(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{name.split('.')[0]} is needed for tables and figures: pip install 'fp8attn[plots]' ({error})"
-        ) from None

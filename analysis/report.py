@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from .plots import Plot, _import, draw, to_svg
+from .extras import require
+from .plots import Plot, draw, to_svg
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -78,7 +79,7 @@ def to_html(
     True
     """
     template = (resources.files("fp8attn.analysis") / "templates" / "report.html").read_text(encoding="utf-8")
-    environment = _import("jinja2").Environment(autoescape=True)
+    environment = require("jinja2").Environment(autoescape=True)
     text = None if csv is None else base64.b64encode(csv.to_csv(index=False).encode("utf-8")).decode("ascii")
     page: str = environment.from_string(template).render(
         title=title,
@@ -148,7 +149,7 @@ def _assumptions_section(result: StudyResult) -> Section:
         return Section(title, "Nowhere in this study.")
     varied = [axis for axis in result.study.grid if axis != "seed" and table[axis].nunique(dropna=False) > 1]
     groups = broken.groupby(varied or ["assumptions"], sort=False, dropna=False)
-    rows = _import("pandas").DataFrame(
+    rows = require("pandas").DataFrame(
         {
             **{axis: group[axis].iloc[0] for axis in varied},
             "of rows": len(group),

@@ -29,8 +29,9 @@ import fp8attn
 from fp8attn.files import whole_file
 from fp8attn.recipe import Recipe
 
+from .extras import require
 from .measures import MEASURES
-from .plots import _import, draw, save
+from .plots import draw, save
 from .provenance import provenance
 from .report import study_report
 from .study import Cell, Study, StudyResult
@@ -76,9 +77,9 @@ def run_study(
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device!r}, but this machine has no CUDA GPU; accepted: cpu")
         jobs = 1
-    _import("pandas")
-    _import("pyarrow")
-    _import("matplotlib")
+    require("pandas")
+    require("pyarrow")
+    require("matplotlib")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     cells = list(study.cells())
@@ -101,7 +102,7 @@ def run_study(
     rows = [cell | row for key, cell in zip(keys, cells, strict=True) for row in done[key]]
     result = StudyResult(
         study,
-        _import("pandas").DataFrame(rows),
+        require("pandas").DataFrame(rows),
         provenance(command or f"run_study(load_study({study.name!r}), ...)", device, recipes=_recipes(study)),
     )
     write_result(result, folder)
