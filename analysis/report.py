@@ -55,7 +55,10 @@ class _Shown:
     says: str
     seen: str
     bound: str
-    holds: bool
+    holds: str
+
+
+_HOLDS = {True: "yes", False: "no", None: "not in this grid"}
 
 
 def to_html(
@@ -108,7 +111,7 @@ def study_report(result: StudyResult) -> str:
         origin=result.origin,
         question=study.question,
         method=study.method,
-        claims=[_Shown(c.says, _range(low, high), _bound(c), holds) for c, holds, low, high in result.claims()],
+        claims=[_Shown(c.says, _range(low, high), _bound(c), _HOLDS[holds]) for c, holds, low, high in result.claims()],
         csv=result.table,
     )
 
@@ -183,7 +186,7 @@ def _number(value: Any) -> str:
 
 
 def _range(low: float, high: float) -> str:
-    return "no such rows" if math.isnan(low) else _number(low) if low == high else f"{low:.4g} to {high:.4g}"
+    return "" if math.isnan(low) else _number(low) if low == high else f"{low:.4g} to {high:.4g}"
 
 
 def _bound(claim: Claim) -> str:

@@ -79,8 +79,8 @@ class Claim:
     at_least: float = -math.inf
     at_most: float = math.inf
 
-    def check(self, table: DataFrame, axes: Sequence[str]) -> tuple[bool, float, float]:
-        """Whether it holds, and the smallest and the largest value there are (NaN if the table has no such rows).
+    def check(self, table: DataFrame, axes: Sequence[str]) -> tuple[bool | None, float, float]:
+        """Whether it holds, and the smallest and the largest value there are; None and NaN if there are no such rows.
 
         >>> import pandas
         >>> table = pandas.DataFrame({"recipe": ["a", "b"], "seed": [0, 0], "error": [1.0, 4.0]})
@@ -95,7 +95,9 @@ class Claim:
         if self.to is not None or self.to_figure:
             below = self._means(table, self.to or self.of, self.to_figure or self.figure, keys)
             values = {key: value / below[key] for key, value in values.items() if below.get(key)}
-        if not values or any(math.isnan(value) for value in values.values()):
+        if not values:
+            return None, math.nan, math.nan
+        if any(math.isnan(value) for value in values.values()):
             return False, math.nan, math.nan
         low, high = min(values.values()), max(values.values())
         return self.at_least <= low and high <= self.at_most, low, high
@@ -105,7 +107,7 @@ class Claim:
         for column, value in where.items():
             table = table[table[column].isin(value if isinstance(value, list) else [value])]
         if not keys:
-            return {(): float(table[figure].mean())}
+            return {(): float(table[figure].mean())} if len(table) else {}
         return {key: float(group[figure].mean()) for key, group in table.groupby(keys, sort=False, dropna=False)}
 
 
@@ -153,6 +155,8 @@ class Study:
         for name in (*self.grid.get("recipe", ()), *self.quick.get("recipe", ())):
             if name not in self.recipes:
                 raise ValueError(f"unknown recipe {name!r}; accepted: {', '.join(self.recipes)}")
+        for plot in self.plots:
+            _check_plot(plot, self.grid)
 
     @property
     def kind(self) -> Measure:
@@ -200,8 +204,8 @@ class StudyResult:
         over = [axis for axis in ("seed", *self.study.kind.row_axes) if axis in self.axes]
         return summarize(self.table, plot, self.axes, over)
 
-    def claims(self) -> list[tuple[Claim, bool, float, float]]:
-        """Every claim, whether it holds here, and between what values."""
+    def claims(self) -> list[tuple[Claim, bool | None, float, float]]:
+        """Every claim, whether it holds here (None: it is about cells that are not), and between what values."""
         return [(claim, *claim.check(self.table, self.axes)) for claim in self.study.claims]
 
 
@@ -277,6 +281,20 @@ def _check(axis: str, value: Any, default: Any) -> None:
         wanted, right = "texts", isinstance(value, str) or value is None
     if not right:
         raise ValueError(f"axis {axis!r} must be {wanted}, got {value!r}")
+
+
+def _check_plot(plot: Plot, grid: Mapping[str, Sequence[Any]]) -> None:
+    """A plot averages over seeds alone; better said before hours of work than after."""
+    if plot.diagonal:
+        return
+    for axis, values in grid.items():
+        kept = plot.where.get(axis, values)
+        several = isinstance(kept, Sequence) and not isinstance(kept, str) and len(kept) > 1
+        if several and axis not in (plot.x, plot.lines, plot.panels, "seed"):
+            raise ValueError(
+                f"plot {plot.name!r} would average over {axis}; say which value to draw under 'where', make it lines "
+                "or panels, or give the grid one value"
+            )
 
 
 def _table(values: dict[str, Any], key: str) -> dict[str, Any]:

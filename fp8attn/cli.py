@@ -297,7 +297,9 @@ def study(
             )
         for claim, holds, low, high in result.claims():
             seen = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-            typer.echo(_printable(f"{'yes' if holds else 'NO '}  {claim.says} [{seen}]"))
+            if holds is None:
+                seen = "not in this grid"
+            typer.echo(_printable(f"{'yes' if holds else ' - ' if holds is None else 'NO '}  {claim.says} [{seen}]"))
         typer.echo(_printable(f"{len(result.table)} rows; report: {folder / 'report.html'}"))
 
 

@@ -29,7 +29,10 @@ MODULES = sorted(
 def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        (tmp_path / "mine.toml").write_text(block, encoding="utf-8")  # the study that the page then runs
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks, f"{page.name} has no Python block to hold it to the code"
     names: dict[str, object] = {}
     for block in blocks:  # later blocks go on from earlier ones

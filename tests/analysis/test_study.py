@@ -209,6 +209,11 @@ def test_a_file_is_what_it_says(tmp_path: Path) -> None:
         ('base = "fa3"', 'base = "fa4"', "unknown recipe 'fa4'"),
         ('k_scale = "token"', 'k_size = "token"', "unknown recipe fields ['k_size']"),
         ("[quick]", "[[plots]]\nx='length'\n[quick]", "plots: missing 2 required positional arguments: 'name' and 'y'"),
+        (
+            "[quick]",
+            "[[plots]]\nname='p'\nx='length'\ny='rmse'\n[quick]",
+            "plot 'p' would average over recipe; say which",
+        ),
         ("[quick]", "[[claims]]\nsay='x'\n[quick]", "claims: unknown 'say'; accepted: says, figure"),
         ("[grid]", "[grid", "it.toml"),
     ],
@@ -241,7 +246,8 @@ def test_claims_hold_or_not() -> None:
     assert ratio.check(table, axes) == (True, 2.0, 5.0)
     assert Claim("", "error", {"recipe": "b"}, {"recipe": "a"}, at_least=2.1).check(table, axes)[0] is False
     assert Claim("", "error", {"recipe": "a"}, at_most=2.0).check(table, axes) == (True, 1.0, 2.0)
-    assert Claim("", "error", {"recipe": "c"}, at_most=2.0).check(table, axes)[0] is False, "nothing shows nothing"
+    assert Claim("", "error", {"recipe": "c"}, at_most=2.0).check(table, axes)[0] is None, "nothing shows nothing"
+    assert Claim("", "error", {"recipe": "c", "m": 1}, {"recipe": "a", "m": 1}).check(table, axes)[0] is None
     table.loc[0, "error"] = float("nan")
     table.loc[1, "error"] = float("nan")
     assert Claim("", "error", {"recipe": "a"}, at_most=2.0).check(table, axes)[0] is False
