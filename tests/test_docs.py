@@ -62,6 +62,23 @@ def test_the_readmes_speeds_are_the_measured_ones() -> None:
         assert cells == " | ".join([f"{rows[0]['tflops']:.0f}", *ours])
 
 
+def test_the_outlier_studys_figures_are_the_measured_ones() -> None:
+    seen = {}
+    for name in ("fa3-table3", "granularity", "transforms"):
+        result = json.loads((ROOT / f"docs/results/cpu/studies/{name}.json").read_text(encoding="utf-8"))
+        assert all(claim["holds"] for claim in result["claims"]) and len(result["grid"]["seed"]) == 10
+        seen[name] = [(claim["smallest"], claim["largest"]) for claim in result["claims"]]
+    page = " ".join((ROOT / "docs/outlier-study.md").read_text(encoding="utf-8").split())
+    (tensor, rotation, block, rmse, *_), (_, e4m3, int8) = seen["fa3-table3"], seen["granularity"]
+    same, disjoint, *never, _ = seen["transforms"]
+    assert f"to {same[1]:.2f} times" in page and f"multiplies it by {disjoint[1]:.0f}." in page
+    assert f"at most {max(most for _, most in never):.2f} times either" in page
+    assert f"costs {tensor[0]:.2f} to {tensor[1]:.2f} times" in page
+    assert f"without it {rotation[0]:.2f} to {rotation[1]:.2f} times, without block scales {block[1]:.2f}." in page
+    assert f"{rmse[0] * 1e3:.1f}e-3 to {rmse[1] * 1e3:.1f}e-3" in page
+    assert f"is {e4m3[1]:.1f} times as far off" in page and f"enough ({int8[1]:.1f} times)" in page
+
+
 def test_the_committed_sample_result_is_what_a_run_gives() -> None:
     """Sums in another order move a rare weight across a rounding boundary: 1e-3 of an error is far from any change."""
     committed = json.loads((ROOT / "docs/results/cpu/sample.json").read_text(encoding="utf-8"))["mean"]
