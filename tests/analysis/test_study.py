@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8attn import Recipe
-from fp8attn.analysis import Claim, Study, load_sample, load_study, recipe_errors, rmse, run_study
+from fp8attn.analysis import Claim, Study, StudyResult, load_sample, load_study, recipe_errors, rmse, run_study
 from fp8attn.analysis.exact import exact_attention
 from fp8attn.analysis.outliers import AttentionShape, OutlierSpec, make_qkv
 from fp8attn.ops import attention
@@ -271,3 +271,18 @@ def test_a_capture_is_run_layer_by_layer_and_its_contents_are_part_of_a_cell(tmp
     again = run_study(study, tmp_path / "out").table
     assert len(cells_done(tmp_path / "out")) == 8
     assert (again["relative_error"] != table["relative_error"])[table["layer"] == "5"].all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["transforms", "accumulation", "causality", "scale-plateau", "real-model"])
+def test_a_gpu_gives_what_cores_give(name: str, tmp_path: Path) -> None:
+    study = load_study(name).at_quick()
+    if "seed" in study.grid:
+        study = study.with_grid({"seed": [0]})
+    ours, theirs = (run_study(study, tmp_path / kind, device=kind).table for kind in ("cuda", "cpu"))
+    assert ours[list(study.grid)].equals(theirs[list(study.grid)])
+    for figure in {"relative_error", "logit_error", "sqnr_db"} & set(ours.columns):
+        if name not in ("accumulation", "causality"):  # there it is FP32's order of summation, and whether codes flip
+            assert ours[figure].tolist() == pytest.approx(theirs[figure].tolist(), rel=0.02), figure
+    broken = [claim.says for claim, holds, _, _ in StudyResult(study, ours, {}).claims() if not holds]
+    assert not broken
