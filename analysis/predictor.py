@@ -16,7 +16,12 @@ arXiv:2402.04396, lemma 3.1). The three largest channels are not left to that: a
 (+-a +- b +- c) / sqrt(D), each sign as often as the other, and the rest is normal around these. Order statistics give
 the largest of a group, and with it the scale; nu becomes its mean over that distribution, and
 
-    Var S = nu_q |k|^2 + |q|^2 nu_k + D nu_q nu_k                                                                 (2)
+    Var S = (1 + c) (nu_q |k|^2 + |q|^2 nu_k) + D nu_q nu_k                                                       (2)
+
+with c = 0 where channels of queries, or of keys, are not correlated. Where both are, as the two of a rotary pair that
+hardly turns, entries of q that a rotation makes large meet entries of k that it makes large, or small. A Hadamard
+matrix with random signs gives c = 2 sum_{a != b} Q_ab K_ab / (tr Q tr K) to the products of squares, Q and K being the
+second moments of a head's queries and keys; a Haar matrix the same with a = b.
 
 Smoothing and balance act before: (1) and (2) are of q b and (k - c) / b. With nu proportional to x^2 these are the
 2 e^2 sum_i q_i^2 k_i^2, 2 e^2 |q|^2 |k|^2 / D and, averaged over balanced rows, 2 e^2 (sum_i a_i)^2 / D with a_i =
@@ -136,7 +141,10 @@ def predict(
         for h in range(num_q_heads):
             g = h // group
             qe, qn, ke, kn = q_energy[b, h, rows], q_noise[b, h, rows], k_energy[b, g], k_noise[b, g]
-            variance = (qn @ ke.mT + qe @ kn.mT + (spread or 1) * qn @ kn.mT) * scale**2
+            variance = qn @ ke.mT + qe @ kn.mT
+            if spread is not None:
+                variance = variance * (1 + _met(queries[b, h], keys[b, g], spread, recipe.rotate))
+            variance = (variance + (spread or 1) * qn @ kn.mT) * scale**2
             if isinstance(slope, Tensor):
                 variance = variance * slope[b, h].square()
             visible = logits[b, h] > -torch.inf
@@ -201,6 +209,18 @@ def _spread(rotate: str, head_dim: int) -> int | None:
         blocks = make_transform(rotate, head_dim).blocks  # type: ignore[attr-defined]
         return blocks[0].dim
     return head_dim
+
+
+def _met(queries: Tensor, keys: Tensor, spread: int, rotate: str) -> Tensor:
+    """c of (2): how much large entries of rotated queries (S, D) meet large entries of rotated keys."""
+    if not queries.shape[0] or not keys.shape[0]:
+        return queries.new_zeros(())
+    moments = [x.mT @ x / x.square().sum().clamp(min=1e-300) for x in (queries, keys)]
+    together = moments[0] * moments[1]
+    if rotate in _HADAMARD:  # an entry of +-1 squared is 1: channels by themselves are spread evenly
+        together = together - torch.diag(together.diagonal())
+    blocks = torch.arange(together.shape[0], device=together.device) // spread
+    return 2 * torch.where(blocks[:, None] == blocks, together, 0.0).sum()
 
 
 def _notes(queries: Tensor, keys: Tensor, spread: int | None, recipe: Recipe, logit_error: Tensor) -> Iterator[str]:
