@@ -173,9 +173,10 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("recipe", ["default", "fa3_paper"])
 def test_a_rotary_pair_that_hardly_turns(recipe: str) -> None:
     """Large entries of rotated queries meet large entries of rotated keys, or small ones: 0.73 to 1.18 without that."""
-    shape = AttentionShape(1, 1, 1, 1024, 1024, 128)
+    shape = AttentionShape(1, 2, 2, 1024, 1024, 128)
     q, k, v = make_qkv(shape, outliers=OutlierSpec("rotary_pairs", 20.0), seed=5)
     energy = torch.linalg.svdvals(k[0, 0]).square()
     assert energy[0] > 0.6 * energy.sum(), "seed 5 draws such a pair"
     measured = logit_error(fp8attn.quantize(q, k, v, recipe), q, k, max_rows=256)
-    assert float(measured / predict(q, k, v, recipe, max_rows=256).logit_error) == pytest.approx(1.0, abs=0.1)
+    ratios = (measured / predict(q, k, v, recipe, max_rows=256).logit_error).flatten().tolist()
+    assert ratios == pytest.approx([1.0, 1.0], abs=0.1)
